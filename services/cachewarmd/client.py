@@ -1,0 +1,399 @@
+"""The light client of cachewarmd: all that engines and `cachewarmd-ctl` use of it.
+
+A `Client` is one connection. A thread reads replies and resolves futures, so callers may wait with
+a budget (`call`) or look at the result later (`submit`), and an asyncio program can wrap the
+future. Nothing here reconnects: who owns the client decides what a lost daemon means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachewarmd import layout, protocol, segment, weights
+from cachewarmd.errors import (
+    CachewarmError,
+    ProtocolError,
+    TimedOutError,
+    UnreachableError,
+    from_wire,
+)
+from cachewarmd.v1 import control_pb2 as pb
+
+ATTACH_STALL_S = 5.0
+HELLO_TIMEOUT_S = 5.0
+# A stopped daemon fills the socket; whoever writes must notice instead of hanging with it.
+_WRITE_TIMEOUT_S = 1.0
+_READ_POLL_S = 3600.0
+
+Progress = weights.Progress
+
+
+@dataclass(frozen=True)
+class AttachedWeights:
+    """Packed weights, mapped read-only (shared) or this process's own (private)."""
+
+    memory: npt.NDArray[np.uint8]
+    weights_sha256: bytes
+    version: str
+    is_shared: bool
+    already_warm: bool
+
+
+@dataclass(frozen=True)
+class SharedPool:
+    """The daemon's pool as mapped here, read-only. Views keep it mapped after a daemon's death."""
+
+    memory: npt.NDArray[np.uint8]
+    records: npt.NDArray[Any]  # layout.RECORD
+
+    def is_intact(self, slots: npt.NDArray[np.uint32], generations: npt.NDArray[np.uint64]) -> bool:
+        """Do all these slots still hold what was leased?"""
+        return bool((self.records["generation"][slots] == generations).all())
+
+
+class _Reply:
+    """A pending request: its final future, and a queue for what comes before (`more`)."""
+
+    def __init__(self, on_more: Callable[[pb.Envelope], None] | None) -> None:
+        self.future: Future[tuple[pb.Envelope, list[int]]] = Future()
+        self.on_more = on_more
+
+
+class Client:
+    """One connection to the daemon; use `Client.connect`, close it or use `with`."""
+
+    def __init__(self, sock: socket.socket, on_event: Callable[[pb.Envelope], None] | None) -> None:
+        self._sock = sock
+        self._on_event = on_event
+        self._ids = itertools.count(1)
+        self._pending: dict[int, _Reply] = {}
+        self._lock = threading.Lock()
+        self._lost = False
+        self.hello = pb.HelloReply()
+        self.pool: SharedPool | None = None
+        self._reader = threading.Thread(target=self._read, name="cachewarmd-client", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def connect(
+        cls,
+        path: Path,
+        role: pb.Role,
+        name: str,
+        *,
+        private_pool: tuple[int, int] | None = None,
+        on_event: Callable[[pb.Envelope], None] | None = None,
+        timeout: float = HELLO_TIMEOUT_S,
+    ) -> Client:
+        """Connect and say hello; `private_pool` = (memfd, bytes) makes it a worker's connection.
+
+        `on_event` gets what the daemon says unasked, on the reader thread.
+        Raises UnreachableError, TimedOutError, VersionMismatchError, NotPermittedError.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout)
+        try:
+            sock.connect(str(path))
+        except OSError as exc:
+            sock.close()
+            raise UnreachableError(f"no cachewarmd answers on {path}: {exc.strerror}") from exc
+        sock.settimeout(_WRITE_TIMEOUT_S)
+        client = cls(sock, on_event)
+        try:
+            client._say_hello(role, name, private_pool, timeout)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def _say_hello(
+        self, role: pb.Role, name: str, private_pool: tuple[int, int] | None, timeout: float
+    ) -> None:
+        hello = pb.Hello(
+            protocol_version=protocol.PROTOCOL_VERSION, role=role, name=name, pid=os.getpid()
+        )
+        fds: list[int] = []
+        if private_pool is not None:
+            hello.private_pool_bytes = private_pool[1]
+            fds = [private_pool[0]]
+        reply, shared = self.call(pb.Envelope(hello=hello), timeout, fds)
+        try:
+            self.hello = reply.hello_reply
+            if private_pool is not None:
+                self.pool = _map_pool(self.hello, shared)
+        finally:
+            protocol.close_all(shared)
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Is the connection over? It never comes back."""
+        return self._lost
+
+    def submit(
+        self,
+        envelope: pb.Envelope,
+        fds: Sequence[int] = (),
+        on_more: Callable[[pb.Envelope], None] | None = None,
+    ) -> Future[tuple[pb.Envelope, list[int]]]:
+        """Send a request; the future gives (reply, fds) or raises the daemon's typed error.
+
+        Whoever takes the result owns the fds. Raises UnreachableError when the connection is lost.
+        """
+        reply = _Reply(on_more)
+        with self._lock:
+            if self._lost:
+                raise UnreachableError("the connection to cachewarmd is lost")
+            envelope.id = next(self._ids)
+            envelope.num_fds = len(fds)
+            self._pending[envelope.id] = reply
+            try:
+                self._send(protocol.encode(envelope), fds)
+            except OSError as exc:
+                self._pending.pop(envelope.id)
+                self._drop_socket()
+                raise UnreachableError(f"cachewarmd does not take requests: {exc}") from exc
+            except ProtocolError:
+                self._pending.pop(envelope.id)
+                raise
+        return reply.future
+
+    def notify(self, envelope: pb.Envelope) -> None:
+        """Send something that has no reply. Raises UnreachableError."""
+        with self._lock:
+            if self._lost:
+                raise UnreachableError("the connection to cachewarmd is lost")
+            try:
+                self._send(protocol.encode(envelope), ())
+            except OSError as exc:
+                self._drop_socket()
+                raise UnreachableError(f"cachewarmd does not take requests: {exc}") from exc
+
+    def _send(self, data: bytes, fds: Sequence[int]) -> None:
+        view = memoryview(data)
+        sent = protocol.send_with_fds(self._sock, view, fds)
+        while sent < len(view):
+            sent += self._sock.send(view[sent:])
+
+    def call(
+        self, envelope: pb.Envelope, timeout: float, fds: Sequence[int] = ()
+    ) -> tuple[pb.Envelope, list[int]]:
+        """`submit` and wait. Raises TimedOutError after `timeout` seconds, and the daemon's error.
+
+        A reply that comes too late has its descriptors closed.
+        """
+        future = self.submit(envelope, fds)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.add_done_callback(_close_fds_of)
+            raise TimedOutError(f"no reply from cachewarmd within {timeout:g} s") from None
+
+    def stream(
+        self,
+        envelope: pb.Envelope,
+        on_more: Callable[[pb.Envelope], None],
+        stall_s: float | None,
+        fds: Sequence[int] = (),
+    ) -> tuple[pb.Envelope, list[int]]:
+        """A request with progress: `on_more` for each, here in the calling thread.
+
+        Raises TimedOutError when neither progress nor the reply came for `stall_s` seconds.
+        """
+        events: queue.SimpleQueue[pb.Envelope | None] = queue.SimpleQueue()
+        future = self.submit(envelope, fds, events.put)
+        future.add_done_callback(lambda _: events.put(None))
+        while True:
+            try:
+                event = events.get(timeout=stall_s)
+            except queue.Empty:
+                future.add_done_callback(_close_fds_of)
+                raise TimedOutError(f"no progress from cachewarmd for {stall_s} s") from None
+            if event is None:
+                return future.result()
+            on_more(event)
+
+    def attach_weights(
+        self,
+        model_dir: Path,
+        name: str,
+        version: str,
+        plan: pb.PackPlan,
+        progress: Progress,
+        stall_s: float = ATTACH_STALL_S,
+    ) -> AttachedWeights:
+        """Map the model's weights, which the daemon reads first if it does not have them.
+
+        Raises ModelFilesError, NoSpaceError, TimedOutError (no progress), UnreachableError.
+        """
+        request = pb.AttachWeights(model_name=name, version=version, plan=plan)
+
+        def on_more(envelope: pb.Envelope) -> None:
+            told = envelope.attach_progress
+            progress(told.phase, told.done_bytes, told.total_bytes)
+
+        dir_fd = os.open(model_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            reply, fds = self.stream(
+                pb.Envelope(attach_weights=request), on_more, stall_s, [dir_fd]
+            )
+        finally:
+            os.close(dir_fd)
+        try:
+            told = reply.attach_weights_reply
+            if len(fds) != 1 or os.fstat(fds[0]).st_size != told.segment_bytes:
+                raise ProtocolError("the weight segment is not what was told")
+            memory = segment.map_memory(fds[0], told.segment_bytes)
+        finally:
+            protocol.close_all(fds)
+        return AttachedWeights(
+            memory, told.weights_sha256, told.version, is_shared=True, already_warm=told.already_warm
+        )
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        decoder = protocol.FrameDecoder()
+        # Blocking mode belongs to the open file, timeouts to the socket object: a duplicate may
+        # wait as long as it likes while writes keep their own short timeout.
+        reading = self._sock.dup()
+        reading.settimeout(_READ_POLL_S)
+        try:
+            while True:
+                try:
+                    data, fds = protocol.recv_bytes_and_fds(reading)
+                except TimeoutError:
+                    continue
+                if not data:
+                    break
+                for envelope, frame_fds in decoder.feed(data, fds):
+                    self._take(envelope, frame_fds)
+        except (OSError, ProtocolError):
+            pass  # what it means is the same as end of stream: the daemon is lost
+        finally:
+            decoder.close()
+            reading.close()
+            self._fail_all()
+
+    def _take(self, envelope: pb.Envelope, fds: list[int]) -> None:
+        if envelope.id == 0 and envelope.WhichOneof("body") != "error":
+            if self._on_event is not None:
+                self._on_event(envelope)
+            return
+        with self._lock:
+            if envelope.id == 0:  # an error about the connection itself: for all that wait
+                waiting = list(self._pending.values())
+                self._pending.clear()
+            elif envelope.more:
+                waiting = [r for r in [self._pending.get(envelope.id)] if r is not None]
+            else:
+                waiting = [r for r in [self._pending.pop(envelope.id, None)] if r is not None]
+        for reply in waiting:
+            if envelope.more:
+                if reply.on_more is not None:
+                    reply.on_more(envelope)
+            elif envelope.WhichOneof("body") == "error":
+                reply.future.set_exception(from_wire(envelope.error))
+            else:
+                reply.future.set_result((envelope, fds))
+
+    def _fail_all(self) -> None:
+        with self._lock:
+            self._lost = True
+            waiting = list(self._pending.values())
+            self._pending.clear()
+        for reply in waiting:
+            reply.future.set_exception(UnreachableError("the connection to cachewarmd was lost"))
+        if self._on_event is not None:
+            self._on_event(pb.Envelope())  # nothing inside: the end
+
+    def _drop_socket(self) -> None:
+        self._lost = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was first
+
+    def close(self) -> None:
+        """End the connection; its leases go back. Idempotent."""
+        with self._lock:
+            self._drop_socket()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+        self._sock.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _close_fds_of(future: Future[tuple[pb.Envelope, list[int]]]) -> None:
+    if future.exception() is None:
+        protocol.close_all(future.result()[1])
+
+
+def _map_pool(hello: pb.HelloReply, fds: Sequence[int]) -> SharedPool:
+    """Check the frozen header, then map. Raises ProtocolError when it is not what we can read."""
+    if len(fds) != 2:
+        raise ProtocolError("the daemon gave no pool")
+    raw = segment.map_memory(fds[0], os.fstat(fds[0]).st_size)
+    header = raw[: layout.HEADER.itemsize].view(layout.HEADER)[0]
+    if bytes(header["magic"]) != layout.MAGIC:
+        raise ProtocolError("the pool's header is not one of ours")
+    if (
+        header["format_version"] != layout.FORMAT_VERSION
+        or bytes(header["layout_hash"]) != layout.layout_hash()
+    ):
+        raise ProtocolError("the daemon's pool has another layout than this engine reads")
+    memory = segment.map_memory(fds[1], hello.pool_bytes)
+    return SharedPool(memory, raw[layout.RECORDS_OFFSET :].view(layout.RECORD))
+
+
+def load_private(model_dir: Path, version: str, plan: pb.PackPlan) -> AttachedWeights:
+    """Read and pack the weights into this process's own memory: what is left without a daemon.
+
+    Raises ModelFilesError, NoSpaceError, InvalidRequestError.
+    """
+    dir_fd = os.open(model_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        loaded, _ = weights.load(dir_fd, plan, lambda *_: None, follow=True)
+    finally:
+        os.close(dir_fd)
+    readonly = segment.reopen_readonly(loaded.fd)
+    os.close(loaded.fd)
+    try:
+        memory = segment.map_memory(readonly, loaded.size)
+    finally:
+        os.close(readonly)
+    shown = version or loaded.weights_sha256.hex()[:12]
+    return AttachedWeights(
+        memory, loaded.weights_sha256, shown, is_shared=False, already_warm=False
+    )
+
+
+def is_lost_error(exc: BaseException) -> bool:
+    """Does this error mean that the daemon, not the request, is the trouble?"""
+    return isinstance(exc, UnreachableError | TimedOutError | ProtocolError) or (
+        isinstance(exc, CachewarmError) and exc.code == pb.ERROR_CODE_SHUTTING_DOWN
+    )

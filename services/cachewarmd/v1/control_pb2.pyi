@@ -1,0 +1,635 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_OBSERVER: _ClassVar[Role]
+    ROLE_ENGINE: _ClassVar[Role]
+    ROLE_ADMIN: _ClassVar[Role]
+
+class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_CODE_UNSPECIFIED: _ClassVar[ErrorCode]
+    ERROR_CODE_PROTOCOL: _ClassVar[ErrorCode]
+    ERROR_CODE_VERSION: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_PERMITTED: _ClassVar[ErrorCode]
+    ERROR_CODE_INVALID: _ClassVar[ErrorCode]
+    ERROR_CODE_MODEL_FILES: _ClassVar[ErrorCode]
+    ERROR_CODE_NO_SPACE: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_FOUND: _ClassVar[ErrorCode]
+    ERROR_CODE_LIMIT: _ClassVar[ErrorCode]
+    ERROR_CODE_INTERNAL: _ClassVar[ErrorCode]
+    ERROR_CODE_SHUTTING_DOWN: _ClassVar[ErrorCode]
+
+class PackOp(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PACK_OP_UNSPECIFIED: _ClassVar[PackOp]
+    PACK_OP_COPY: _ClassVar[PackOp]
+    PACK_OP_CAST: _ClassVar[PackOp]
+
+class ItemState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ITEM_STATE_UNSPECIFIED: _ClassVar[ItemState]
+    ITEM_STATE_PENDING: _ClassVar[ItemState]
+    ITEM_STATE_RUNNING: _ClassVar[ItemState]
+    ITEM_STATE_DONE: _ClassVar[ItemState]
+    ITEM_STATE_FAILED: _ClassVar[ItemState]
+    ITEM_STATE_CANCELLED: _ClassVar[ItemState]
+ROLE_UNSPECIFIED: Role
+ROLE_OBSERVER: Role
+ROLE_ENGINE: Role
+ROLE_ADMIN: Role
+ERROR_CODE_UNSPECIFIED: ErrorCode
+ERROR_CODE_PROTOCOL: ErrorCode
+ERROR_CODE_VERSION: ErrorCode
+ERROR_CODE_NOT_PERMITTED: ErrorCode
+ERROR_CODE_INVALID: ErrorCode
+ERROR_CODE_MODEL_FILES: ErrorCode
+ERROR_CODE_NO_SPACE: ErrorCode
+ERROR_CODE_NOT_FOUND: ErrorCode
+ERROR_CODE_LIMIT: ErrorCode
+ERROR_CODE_INTERNAL: ErrorCode
+ERROR_CODE_SHUTTING_DOWN: ErrorCode
+PACK_OP_UNSPECIFIED: PackOp
+PACK_OP_COPY: PackOp
+PACK_OP_CAST: PackOp
+ITEM_STATE_UNSPECIFIED: ItemState
+ITEM_STATE_PENDING: ItemState
+ITEM_STATE_RUNNING: ItemState
+ITEM_STATE_DONE: ItemState
+ITEM_STATE_FAILED: ItemState
+ITEM_STATE_CANCELLED: ItemState
+
+class Envelope(_message.Message):
+    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_FDS_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HELLO_REPLY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    OK_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_WEIGHTS_REPLY_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_REPLY_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
+    PEEK_REPLY_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_REPLY_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_REPLY_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    PROVIDE_FIELD_NUMBER: _ClassVar[int]
+    WARM_ITEM_FIELD_NUMBER: _ClassVar[int]
+    WARM_ITEM_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_REPLY_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_REPLY_FIELD_NUMBER: _ClassVar[int]
+    WATCH_JOB_FIELD_NUMBER: _ClassVar[int]
+    JOB_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    IS_WARM_FIELD_NUMBER: _ClassVar[int]
+    IS_WARM_REPLY_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIELD_NUMBER: _ClassVar[int]
+    EVICT_REPLY_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_REPLY_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_JOB_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    more: bool
+    num_fds: int
+    hello: Hello
+    hello_reply: HelloReply
+    error: ErrorReply
+    ok: Ok
+    attach_weights: AttachWeights
+    attach_progress: AttachProgress
+    attach_weights_reply: AttachWeightsReply
+    register: Register
+    register_reply: RegisterReply
+    peek: Peek
+    peek_reply: PeekReply
+    lookup: Lookup
+    lookup_reply: LookupReply
+    publish: Publish
+    publish_reply: PublishReply
+    release: Release
+    provide: Provide
+    warm_item: WarmItem
+    warm_item_update: WarmItemUpdate
+    status: Status
+    status_reply: StatusReply
+    warmup: Warmup
+    warmup_reply: WarmupReply
+    watch_job: WatchJob
+    job_progress: JobProgress
+    is_warm: IsWarm
+    is_warm_reply: IsWarmReply
+    evict: Evict
+    evict_reply: EvictReply
+    shutdown: Shutdown
+    jobs: Jobs
+    jobs_reply: JobsReply
+    cancel_job: CancelJob
+    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ...) -> None: ...
+
+class Ok(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ErrorReply(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: ErrorCode
+    message: str
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "role", "name", "pid", "private_pool_bytes")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    role: Role
+    name: str
+    pid: int
+    private_pool_bytes: int
+    def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., name: _Optional[str] = ..., pid: _Optional[int] = ..., private_pool_bytes: _Optional[int] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol_version", "version", "pid", "epoch", "pool_bytes", "extent_bytes", "salt", "client_id")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    version: str
+    pid: int
+    epoch: int
+    pool_bytes: int
+    extent_bytes: int
+    salt: bytes
+    client_id: int
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., extent_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ..., client_id: _Optional[int] = ...) -> None: ...
+
+class PackTensor(_message.Message):
+    __slots__ = ("name", "op", "shape", "dtype", "offset", "num_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    op: PackOp
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    offset: int
+    num_bytes: int
+    def __init__(self, name: _Optional[str] = ..., op: _Optional[_Union[PackOp, str]] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class PackPlan(_message.Message):
+    __slots__ = ("description", "tensors", "segment_bytes")
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    description: str
+    tensors: _containers.RepeatedCompositeFieldContainer[PackTensor]
+    segment_bytes: int
+    def __init__(self, description: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[PackTensor, _Mapping]]] = ..., segment_bytes: _Optional[int] = ...) -> None: ...
+
+class AttachWeights(_message.Message):
+    __slots__ = ("model_name", "version", "plan")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    version: str
+    plan: PackPlan
+    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., plan: _Optional[_Union[PackPlan, _Mapping]] = ...) -> None: ...
+
+class AttachProgress(_message.Message):
+    __slots__ = ("phase", "done_bytes", "total_bytes")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    def __init__(self, phase: _Optional[str] = ..., done_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
+class AttachWeightsReply(_message.Message):
+    __slots__ = ("weights_sha256", "version", "segment_bytes", "already_warm")
+    WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_WARM_FIELD_NUMBER: _ClassVar[int]
+    weights_sha256: bytes
+    version: str
+    segment_bytes: int
+    already_warm: bool
+    def __init__(self, weights_sha256: _Optional[bytes] = ..., version: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., already_warm: _Optional[bool] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("stamp", "slot_bytes", "block_size", "description", "weights_sha256")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    stamp: bytes
+    slot_bytes: int
+    block_size: int
+    description: str
+    weights_sha256: bytes
+    def __init__(self, stamp: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., description: _Optional[str] = ..., weights_sha256: _Optional[bytes] = ...) -> None: ...
+
+class RegisterReply(_message.Message):
+    __slots__ = ("stamp_id",)
+    STAMP_ID_FIELD_NUMBER: _ClassVar[int]
+    stamp_id: int
+    def __init__(self, stamp_id: _Optional[int] = ...) -> None: ...
+
+class Peek(_message.Message):
+    __slots__ = ("stamp_id", "keys")
+    STAMP_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    stamp_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, stamp_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PeekReply(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("slot", "generation", "offset", "num_tokens")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    offset: int
+    num_tokens: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class Lookup(_message.Message):
+    __slots__ = ("stamp_id", "keys", "tail_keys")
+    STAMP_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_KEYS_FIELD_NUMBER: _ClassVar[int]
+    stamp_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    tail_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, stamp_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., tail_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("lease", "blocks")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class PublishBlock(_message.Message):
+    __slots__ = ("parent_key", "key", "num_tokens", "private_offset")
+    PARENT_KEY_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    parent_key: bytes
+    key: bytes
+    num_tokens: int
+    private_offset: int
+    def __init__(self, parent_key: _Optional[bytes] = ..., key: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., private_offset: _Optional[int] = ...) -> None: ...
+
+class Publish(_message.Message):
+    __slots__ = ("lease", "chain", "is_root")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    IS_ROOT_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    chain: _containers.RepeatedCompositeFieldContainer[PublishBlock]
+    is_root: bool
+    def __init__(self, lease: _Optional[int] = ..., chain: _Optional[_Iterable[_Union[PublishBlock, _Mapping]]] = ..., is_root: _Optional[bool] = ...) -> None: ...
+
+class PublishReply(_message.Message):
+    __slots__ = ("blocks", "refused")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    refused: str
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    def __init__(self, lease: _Optional[int] = ...) -> None: ...
+
+class Provide(_message.Message):
+    __slots__ = ("weights_sha256", "model_name", "stamp")
+    WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    weights_sha256: bytes
+    model_name: str
+    stamp: str
+    def __init__(self, weights_sha256: _Optional[bytes] = ..., model_name: _Optional[str] = ..., stamp: _Optional[str] = ...) -> None: ...
+
+class WarmPrompt(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class WarmItem(_message.Message):
+    __slots__ = ("job_id", "index", "prompt")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    index: int
+    prompt: WarmPrompt
+    def __init__(self, job_id: _Optional[int] = ..., index: _Optional[int] = ..., prompt: _Optional[_Union[WarmPrompt, _Mapping]] = ...) -> None: ...
+
+class WarmItemUpdate(_message.Message):
+    __slots__ = ("job_id", "index", "state", "num_tokens", "done_tokens", "already_warm", "error")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_WARM_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    index: int
+    state: ItemState
+    num_tokens: int
+    done_tokens: int
+    already_warm: bool
+    error: str
+    def __init__(self, job_id: _Optional[int] = ..., index: _Optional[int] = ..., state: _Optional[_Union[ItemState, str]] = ..., num_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., already_warm: _Optional[bool] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Warmup(_message.Message):
+    __slots__ = ("model_name", "version", "plan", "prompts")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    version: str
+    plan: PackPlan
+    prompts: _containers.RepeatedCompositeFieldContainer[WarmPrompt]
+    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., plan: _Optional[_Union[PackPlan, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[WarmPrompt, _Mapping]]] = ...) -> None: ...
+
+class WarmupReply(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class WatchJob(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class JobItem(_message.Message):
+    __slots__ = ("index", "state", "num_tokens", "done_tokens", "already_warm", "detail")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_WARM_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    state: ItemState
+    num_tokens: int
+    done_tokens: int
+    already_warm: bool
+    detail: str
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[ItemState, str]] = ..., num_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., already_warm: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class JobProgress(_message.Message):
+    __slots__ = ("job_id", "state", "weights", "weights_done", "weights_already_warm", "items", "error", "model_name")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DONE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ALREADY_WARM_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    state: str
+    weights: AttachProgress
+    weights_done: bool
+    weights_already_warm: bool
+    items: _containers.RepeatedCompositeFieldContainer[JobItem]
+    error: str
+    model_name: str
+    def __init__(self, job_id: _Optional[int] = ..., state: _Optional[str] = ..., weights: _Optional[_Union[AttachProgress, _Mapping]] = ..., weights_done: _Optional[bool] = ..., weights_already_warm: _Optional[bool] = ..., items: _Optional[_Iterable[_Union[JobItem, _Mapping]]] = ..., error: _Optional[str] = ..., model_name: _Optional[str] = ...) -> None: ...
+
+class Jobs(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JobsReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobProgress]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobProgress, _Mapping]]] = ...) -> None: ...
+
+class CancelJob(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class IsWarm(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class IsWarmReply(_message.Message):
+    __slots__ = ("is_known", "is_warm", "detail")
+    IS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    IS_WARM_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    is_known: bool
+    is_warm: bool
+    detail: str
+    def __init__(self, is_known: _Optional[bool] = ..., is_warm: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Evict(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class EvictReply(_message.Message):
+    __slots__ = ("num_blocks", "num_bytes", "num_kept")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    num_bytes: int
+    num_kept: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_kept: _Optional[int] = ...) -> None: ...
+
+class Shutdown(_message.Message):
+    __slots__ = ("only_if_unused",)
+    ONLY_IF_UNUSED_FIELD_NUMBER: _ClassVar[int]
+    only_if_unused: bool
+    def __init__(self, only_if_unused: _Optional[bool] = ...) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("pool_bytes", "committed_bytes", "num_extents", "num_extents_free", "blocks", "bytes", "page_bytes")
+    class BlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class BytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXTENTS_FREE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pool_bytes: int
+    committed_bytes: int
+    num_extents: int
+    num_extents_free: int
+    blocks: _containers.ScalarMap[str, int]
+    bytes: _containers.ScalarMap[str, int]
+    page_bytes: int
+    def __init__(self, pool_bytes: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., num_extents: _Optional[int] = ..., num_extents_free: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., bytes: _Optional[_Mapping[str, int]] = ..., page_bytes: _Optional[int] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("model_name", "version", "weights_sha256", "layout", "segment_bytes", "files_present", "loaded_unix_ms", "plan")
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILES_PRESENT_FIELD_NUMBER: _ClassVar[int]
+    LOADED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    model_name: str
+    version: str
+    weights_sha256: str
+    layout: str
+    segment_bytes: int
+    files_present: bool
+    loaded_unix_ms: int
+    plan: str
+    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., layout: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., files_present: _Optional[bool] = ..., loaded_unix_ms: _Optional[int] = ..., plan: _Optional[str] = ...) -> None: ...
+
+class StampStatus(_message.Message):
+    __slots__ = ("stamp", "description", "slot_bytes", "block_size", "num_blocks")
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    stamp: str
+    description: str
+    slot_bytes: int
+    block_size: int
+    num_blocks: int
+    def __init__(self, stamp: _Optional[str] = ..., description: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class ClientStatus(_message.Message):
+    __slots__ = ("client_id", "name", "role", "pid", "uid", "num_leases", "is_provider")
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    IS_PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    client_id: int
+    name: str
+    role: str
+    pid: int
+    uid: int
+    num_leases: int
+    is_provider: bool
+    def __init__(self, client_id: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_provider: _Optional[bool] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "pool", "models", "stamps", "clients", "counters", "num_jobs_active")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_JOBS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    pid: int
+    epoch: int
+    uptime_s: float
+    socket: str
+    pool: PoolStatus
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    stamps: _containers.RepeatedCompositeFieldContainer[StampStatus]
+    clients: _containers.RepeatedCompositeFieldContainer[ClientStatus]
+    counters: _containers.ScalarMap[str, int]
+    num_jobs_active: int
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., stamps: _Optional[_Iterable[_Union[StampStatus, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., num_jobs_active: _Optional[int] = ...) -> None: ...

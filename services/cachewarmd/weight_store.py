@@ -1,0 +1,165 @@
+"""Which weights are in memory, for which model directory: at most one load of each at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from cachewarmd import budget, weights
+from cachewarmd.errors import ModelFilesError
+from cachewarmd.v1 import control_pb2 as pb
+from cachewarmd.weights import FileIdentity, Segment
+
+_log = structlog.get_logger()
+
+DirKey = tuple[int, int]  # (dev, ino) of the model directory
+Notify = Callable[[str, int, int], None]
+
+
+@dataclass
+class Model:
+    """A model directory under one pack plan, and what of it is loaded."""
+
+    dir_key: DirKey
+    dir_fd: int
+    plan: pb.PackPlan
+    name: str
+    version: str
+    segment: Segment | None = None
+    identities: list[FileIdentity] = field(default_factory=list)
+    loaded_unix_ms: int = 0
+    follow_links: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    watchers: set[Notify] = field(default_factory=set)
+
+    @property
+    def shown_version(self) -> str:
+        """The operator's name for it, else the first 12 hex digits of the weights' digest."""
+        if self.version or self.segment is None:
+            return self.version
+        return self.segment.weights_sha256.hex()[:12]
+
+    def files_now(self) -> list[FileIdentity] | None:
+        """Identities of the weight files now; None when some are missing."""
+        try:
+            return weights.file_identities(self.dir_fd, self.follow_links)
+        except ModelFilesError:
+            return None
+
+
+class WeightStore:
+    """Owner of all weight segments."""
+
+    def __init__(self, cgroup_root: Path) -> None:
+        self._cgroup_root = cgroup_root
+        self._models: dict[tuple[DirKey, str], Model] = {}
+        self._segments: dict[tuple[bytes, str], Segment] = {}
+
+    @property
+    def models(self) -> list[Model]:
+        return [model for model in self._models.values() if model.segment is not None]
+
+    async def attach(
+        self,
+        dir_fd: int,
+        plan: pb.PackPlan,
+        name: str,
+        version: str,
+        notify: Notify,
+        *,
+        follow_links: bool,
+    ) -> tuple[Model, Segment, bool]:
+        """The directory's weights as the plan lays them out; True = nothing had to be read.
+
+        Files that went missing leave the loaded version in service; changed files are read again.
+        `dir_fd` stays the caller's. Raises ModelFilesError, NoSpaceError, InvalidRequestError.
+        """
+        info = os.fstat(dir_fd)
+        dir_key = (info.st_dev, info.st_ino)
+        key = (dir_key, weights.layout_id(plan))
+        model = self._models.get(key)
+        if model is None:
+            model = Model(
+                dir_key, os.dup(dir_fd), plan, name, version, follow_links=follow_links
+            )
+            self._models[key] = model
+        model.name = name or model.name
+        model.version = version or model.version
+        model.watchers.add(notify)
+        try:
+            async with model.lock:
+                already = await self._refresh(model)
+            assert model.segment is not None
+            return model, model.segment, already
+        finally:
+            model.watchers.discard(notify)
+            if model.segment is None and not model.lock.locked():
+                # A load that failed leaves nothing behind.
+                if self._models.pop(key, None) is not None:
+                    os.close(model.dir_fd)
+
+    async def _refresh(self, model: Model) -> bool:
+        loop = asyncio.get_running_loop()
+        now = model.files_now()
+        if model.segment is not None and now is None:
+            _log.warning("weight_files_missing_serving_loaded", model=model.name)
+            return True
+        if model.segment is not None and now == model.identities:
+            return True
+
+        def progress(phase: str, done: int, total: int) -> None:
+            loop.call_soon_threadsafe(self._tell, model, phase, done, total)
+
+        if model.segment is not None:
+            digest, identities = await asyncio.to_thread(
+                weights.hash_files, model.dir_fd, progress, follow=model.follow_links
+            )
+            known = self._segments.get((digest, model.segment.layout_id))
+            if known is not None:
+                model.segment, model.identities = known, identities
+                return True
+        budget.check(model.plan.segment_bytes, f"weights of {model.name}", self._cgroup_root)
+        started = time.monotonic()
+        loaded, identities = await asyncio.to_thread(
+            weights.load, model.dir_fd, model.plan, progress, follow=model.follow_links
+        )
+        self._adopt(model, loaded, identities)
+        _log.info(
+            "weights_loaded",
+            model=model.name,
+            weights_sha256=loaded.weights_sha256.hex(),
+            segment_bytes=loaded.size,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        return False
+
+    def _adopt(self, model: Model, loaded: Segment, identities: list[FileIdentity]) -> None:
+        key = (loaded.weights_sha256, loaded.layout_id)
+        known = self._segments.setdefault(key, loaded)
+        if known is not loaded:
+            os.close(loaded.fd)  # another directory with the same bytes: one copy is enough
+        model.segment, model.identities = known, identities
+        model.loaded_unix_ms = int(time.time() * 1000)
+        in_use = {id(m.segment) for m in self._models.values()}
+        for old_key, segment in list(self._segments.items()):
+            if id(segment) not in in_use:
+                # Engines that map it keep the memory; nobody new gets it.
+                del self._segments[old_key]
+                os.close(segment.fd)
+
+    @staticmethod
+    def _tell(model: Model, phase: str, done: int, total: int) -> None:
+        for notify in list(model.watchers):
+            notify(phase, done, total)
+
+    def find(self, name: str, dir_key: DirKey | None) -> list[Model]:
+        """Loaded models of that name or directory."""
+        if dir_key is not None:
+            return [model for model in self.models if model.dir_key == dir_key]
+        return [model for model in self.models if name in (model.name, model.shown_version)]
