@@ -141,14 +141,18 @@ def resolve(
     return values
 
 
-def default_socket(environ: Mapping[str, str] | None = None) -> Path:
-    """$CACHEWARMD_SOCKET, else the runtime directory, else a per-user one below the temp dir."""
-    env = os.environ if environ is None else environ
-    if env.get("CACHEWARMD_SOCKET"):
-        return Path(env["CACHEWARMD_SOCKET"])
-    if env.get("XDG_RUNTIME_DIR"):
-        return Path(env["XDG_RUNTIME_DIR"]) / "cachewarm" / "control.sock"
-    return Path(tempfile.gettempdir()) / f"cachewarm-{os.getuid()}" / "control.sock"
+def runtime_dir(environ: Mapping[str, str]) -> Path:
+    """Where this user's sockets are: $XDG_RUNTIME_DIR/cachewarm, else one below the temp dir."""
+    if environ.get("XDG_RUNTIME_DIR"):
+        return Path(environ["XDG_RUNTIME_DIR"]) / "cachewarm"
+    return Path(tempfile.gettempdir()) / f"cachewarm-{os.getuid()}"
+
+
+def default_socket(environ: Mapping[str, str]) -> Path:
+    """$CACHEWARMD_SOCKET, else control.sock in the runtime directory."""
+    if environ.get("CACHEWARMD_SOCKET"):
+        return Path(environ["CACHEWARMD_SOCKET"])
+    return runtime_dir(environ) / "control.sock"
 
 
 def die(program: str, message: str, status: int) -> NoReturn:

@@ -1,0 +1,3 @@
+from typing import Literal
+
+def isa() -> Literal["avx512_bf16", "avx512", "avx2", "portable"]: ...

@@ -1,0 +1,80 @@
+"""Pack plans: which tensors the reference decoder wants, and where in the segment.
+
+    0                     64-byte aligned
+    +---------------------+------------------+----  float32, row-major, one tensor after the other
+    | embed_tokens.weight | layers.0.…       | …
+    +---------------------+------------------+----
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from cachewarmd.v1 import control_pb2 as pb
+
+from engine.models.config import ModelConfig, load_config
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+_ALIGNMENT = 64
+
+
+def _tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, ffn = config.hidden_size, config.ffn_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield EMBEDDING, (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (q_size, hidden)
+        yield prefix + "self_attn.k_proj.weight", (kv_size, hidden)
+        yield prefix + "self_attn.v_proj.weight", (kv_size, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, q_size)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "mlp.gate_proj.weight", (ffn, hidden)
+        yield prefix + "mlp.up_proj.weight", (ffn, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, ffn)
+    yield FINAL_NORM, (hidden,)
+    if not config.tie_embeddings:
+        yield HEAD, (config.vocab_size, hidden)
+
+
+def reference_plan(config: ModelConfig) -> pb.PackPlan:
+    """All tensors as float32. It follows from the config alone: no weight file is looked at."""
+    plan = pb.PackPlan(description="reference float32")
+    offset = 0
+    for name, shape in _tensors(config):
+        num_bytes = 4 * prod(shape)
+        plan.tensors.add(
+            name=name,
+            op=pb.PACK_OP_CAST,
+            shape=shape,
+            dtype="F32",
+            offset=offset,
+            num_bytes=num_bytes,
+        )
+        offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    plan.segment_bytes = offset
+    return plan
+
+
+def views(
+    plan: pb.PackPlan, memory: npt.NDArray[np.uint8]
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Tensors in place, by name; read-only where the segment is."""
+    return {
+        item.name: memory[item.offset : item.offset + item.num_bytes]
+        .view(np.float32)
+        .reshape(tuple(item.shape))
+        for item in plan.tensors
+    }
+
+
+def plan_for_model_dir(model_dir: Path) -> bytes:
+    """Serialised plan of the default backend, for `cachewarmd-ctl warmup`. Raises ModelError."""
+    return reference_plan(load_config(model_dir)).SerializeToString(deterministic=True)

@@ -1,0 +1,311 @@
+"""A worker's side of the daemon's block pool: lookups with a budget, publishes that nobody waits for.
+
+The daemon absent, slow or stopped is never an error here: a lookup is a miss, blocks stay private,
+and a thread keeps trying to reach it again. A connection that is given up is closed *before* any
+private block it may still copy from is reused; the daemon seals nothing it copied for a closed
+connection.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import structlog
+from cachewarmd.client import Client, SharedPool
+from cachewarmd.errors import CachewarmError, TimedOutError
+from cachewarmd.keys import Stamp, block_key, chain_keys, root_key, tail_keys
+from cachewarmd.v1 import control_pb2 as pb
+
+from engine.block_table import PrivateBlock, PrivatePool, SharedBlock
+from engine.scheduler import Sequence as Request
+
+_log = structlog.get_logger()
+
+_PUBLISH_TIMEOUT_S = 2.0
+_RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 2.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """One connection with what belongs to it; a new connection is a new Link."""
+
+    client: Client
+    pool: SharedPool
+    stamp_id: int
+    root: bytes
+    epoch: int
+
+
+@dataclass(eq=False)
+class CachedPrefix:
+    """A request's claim on the pool: lease, keys of its chain, and what is sealed of it."""
+
+    link: Link
+    lease: int
+    keys: list[bytes]  # of full blocks, as far as they are known
+    num_sealed_blocks: int  # leading full blocks that are sealed or on their way
+    num_tokens: int  # positions covered by the blocks that were found
+    may_publish: bool = True
+
+
+@dataclass(eq=False)
+class _Publish:
+    future: Future[tuple[pb.Envelope, list[int]]]
+    request: Request
+    prefix: CachedPrefix
+    blocks: list[tuple[int, PrivateBlock]]  # (index in the table, block)
+    deadline: float = field(default_factory=lambda: time.monotonic() + _PUBLISH_TIMEOUT_S)
+
+
+class SharedCache:
+    """All calls from the worker's loop; the connecting thread only hands over a new Link."""
+
+    def __init__(
+        self,
+        socket: Path,
+        stamp: Stamp,
+        weights_sha256: bytes,
+        pool: PrivatePool,
+        pool_fd: int,
+        pool_bytes: int,
+        block_size: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self._socket = socket
+        self._stamp = stamp
+        self._weights_sha256 = weights_sha256
+        self._pool = pool
+        self._private = (pool_fd, pool_bytes)
+        self._block_size = block_size
+        self._wake = wake
+        self._link: Link | None = None
+        self._publishes: list[_Publish] = []
+        self._stopping = threading.Event()
+        self._retry_now = threading.Event()
+        self._thread = threading.Thread(target=self._keep_connected, name="daemon-link", daemon=True)
+
+    # -- the connection -------------------------------------------------------------------------
+
+    def start(self, client: Client | None) -> None:
+        """Use a connection that is there already, and keep one from now on."""
+        if client is not None:
+            self._link = self._register(client)
+        self._thread.start()
+
+    @property
+    def link(self) -> Link | None:
+        """The live connection, if there is one."""
+        link = self._link
+        return link if link is not None and not link.client.is_lost else None
+
+    def _register(self, client: Client) -> Link | None:
+        request = pb.Register(
+            stamp=self._stamp.digest(),
+            slot_bytes=self._pool.block_bytes,
+            block_size=self._block_size,
+            description=f"{self._stamp.version} {self._stamp.kv_layout} {self._stamp.numerics}",
+            weights_sha256=self._weights_sha256,
+        )
+        try:
+            reply, _ = client.call(pb.Envelope(register=request), 5.0)
+        except CachewarmError as exc:
+            _log.warning("daemon_refused_register", reason=str(exc))
+            client.close()
+            return None
+        assert client.pool is not None
+        root = root_key(client.hello.salt, self._stamp.digest())
+        return Link(
+            client, client.pool, reply.register_reply.stamp_id, root, client.hello.epoch
+        )
+
+    def connect(self) -> Client:
+        """A worker's connection. Raises CachewarmError."""
+        return Client.connect(
+            self._socket,
+            pb.ROLE_ENGINE,
+            "worker",
+            private_pool=self._private,
+            on_event=self._on_event,
+        )
+
+    def _on_event(self, envelope: pb.Envelope) -> None:
+        if envelope.WhichOneof("body") is None:  # the connection ended
+            self._retry_now.set()
+            self._wake()
+
+    def _keep_connected(self) -> None:
+        """Reconnect with jittered back-off until stopped."""
+        delay = _RETRY_FIRST_S
+        while not self._stopping.is_set():
+            if self.link is not None:
+                self._retry_now.wait()
+                self._retry_now.clear()
+                continue
+            try:
+                link = self._register(self.connect())
+            except CachewarmError:
+                link = None
+            if link is not None:
+                self._link = link
+                _log.info("daemon_connected", epoch=link.epoch)
+                delay = _RETRY_FIRST_S
+                continue
+            self._stopping.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
+            delay = min(2 * delay, _RETRY_MAX_S)
+
+    def close(self) -> None:
+        """Wait a moment for publishes that are under way, then leave."""
+        end = time.monotonic() + _PUBLISH_TIMEOUT_S
+        while self._publishes and time.monotonic() < end:
+            self.poll()
+            time.sleep(0.005)
+        self._stopping.set()
+        self._retry_now.set()
+        if self._link is not None:
+            self._link.client.close()
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def lookup(
+        self, tokens: Sequence[int], budget_s: float
+    ) -> tuple[CachedPrefix | None, list[SharedBlock]]:
+        """Longest sealed prefix of `tokens`, leased. None = no daemon in time: stay private."""
+        link = self.link
+        if link is None:
+            return None, []
+        keys = chain_keys(link.root, tokens, self._block_size)
+        rest = tokens[len(keys) * self._block_size :]
+        tails = tail_keys(keys[-1] if keys else link.root, rest)
+        request = pb.Lookup(stamp_id=link.stamp_id, keys=keys, tail_keys=tails)
+        try:
+            future = link.client.submit(pb.Envelope(lookup=request))
+            try:
+                reply, _ = future.result(budget_s)
+            except TimeoutError:
+                future.add_done_callback(lambda late: _release_late(link, late))
+                raise TimedOutError("lookup budget") from None
+        except CachewarmError as exc:
+            _log.info("lookup_missed", reason=str(exc))
+            return None, []
+        found = reply.lookup_reply
+        shared = [self._shared(link, block) for block in found.blocks]
+        num_tokens = sum(block.num_tokens for block in shared)
+        full = num_tokens // self._block_size
+        return CachedPrefix(link, found.lease, keys, full, num_tokens), shared
+
+    def _shared(self, link: Link, block: pb.Block) -> SharedBlock:
+        memory = link.pool.memory[block.offset : block.offset + self._pool.block_bytes]
+        return SharedBlock(memory, block.slot, block.generation, block.num_tokens)
+
+    @staticmethod
+    def is_intact(prefix: CachedPrefix, blocks: Sequence[SharedBlock]) -> bool:
+        """Still the bytes that were leased? Only to be asked once the lease's link is lost."""
+        if not prefix.link.client.is_lost or not blocks:
+            return True
+        slots = np.array([block.slot for block in blocks], dtype=np.uint32)
+        generations = np.array([block.generation for block in blocks], dtype=np.uint64)
+        return prefix.link.pool.is_intact(slots, generations)
+
+    # -- publishing -----------------------------------------------------------------------------
+
+    def publish(self, request: Request, prefix: CachedPrefix, *, with_tail: bool) -> None:
+        """Send every full private block not sent yet, and the short last one if asked to.
+
+        Nothing is waited for: `poll` swaps table entries when the daemon has acknowledged.
+        """
+        if not prefix.may_publish or prefix.link.client.is_lost:
+            return
+        size = self._block_size
+        tokens, computed = request.tokens, request.num_computed
+        first = prefix.num_sealed_blocks
+        chain: list[pb.PublishBlock] = []
+        blocks: list[tuple[int, PrivateBlock]] = []
+        for index in range(first, -(-computed // size)):
+            end = min((index + 1) * size, computed)
+            is_short = end - index * size < size
+            block = request.table.blocks[index]
+            if (is_short and not with_tail) or not isinstance(block, PrivateBlock):
+                break
+            parent = prefix.keys[index - 1] if index else prefix.link.root
+            key = block_key(parent, tokens[index * size : end])
+            if not is_short:
+                prefix.keys[index:] = [key]
+                prefix.num_sealed_blocks = index + 1
+            chain.append(
+                pb.PublishBlock(
+                    parent_key=parent,
+                    key=key,
+                    num_tokens=end - index * size,
+                    private_offset=block.offset,
+                )
+            )
+            blocks.append((index, block))
+        if not chain:
+            return
+        message = pb.Publish(lease=prefix.lease, chain=chain, is_root=first == 0)
+        try:
+            future = prefix.link.client.submit(pb.Envelope(publish=message))
+        except CachewarmError:
+            return
+        for _, block in blocks:
+            self._pool.hold(block)
+        self._publishes.append(_Publish(future, request, prefix, blocks))
+        future.add_done_callback(lambda _: self._wake())
+
+    def poll(self) -> None:
+        """Take the acknowledgements that are there; give up on a daemon that owes one too long."""
+        now = time.monotonic()
+        for publish in list(self._publishes):
+            if not publish.future.done() and now > publish.deadline:
+                _log.warning("daemon_too_slow", seconds=_PUBLISH_TIMEOUT_S)
+                # Closed first: from here on the daemon seals nothing that it copies for us.
+                publish.prefix.link.client.close()
+            if publish.future.done():
+                self._publishes.remove(publish)
+                self._acknowledge(publish)
+
+    def _acknowledge(self, publish: _Publish) -> None:
+        sealed: Sequence[pb.Block] = ()
+        try:
+            reply = publish.future.result()[0].publish_reply
+            sealed = reply.blocks
+            if reply.refused:
+                publish.prefix.may_publish = False
+                _log.info("publish_refused", reason=reply.refused)
+        except CachewarmError:
+            publish.prefix.may_publish = False
+        for (index, private), block in zip(publish.blocks, sealed, strict=False):
+            if block.num_tokens == self._block_size:
+                shared = self._shared(publish.prefix.link, block)
+                publish.request.table.replace(index, private, shared)
+        for _, private in publish.blocks:
+            self._pool.drop(private)
+
+    def release(self, prefix: CachedPrefix) -> None:
+        """Give the lease back; it follows what was published before on the same connection."""
+        message = pb.Envelope(release=pb.Release(lease=prefix.lease))
+        try:
+            prefix.link.client.submit(message)
+        except CachewarmError:
+            pass  # the lease ended with the connection
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._publishes)
+
+
+def _release_late(link: Link, late: Future[tuple[pb.Envelope, list[int]]]) -> None:
+    """A lookup that was answered after its budget: nobody uses the lease."""
+    if late.exception() is None:
+        lease = late.result()[0].lookup_reply.lease
+        try:
+            link.client.submit(pb.Envelope(release=pb.Release(lease=lease)))
+        except CachewarmError:
+            pass

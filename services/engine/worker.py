@@ -1,0 +1,451 @@
+"""The worker process: inbox -> schedule -> forward -> sample -> outbox, on one thread.
+
+It dials the front, brings weights and blocks up, then loops. All of a request's state derives from
+its Submit, so nothing here has to survive: a worker that dies is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import structlog
+from cachewarmd import segment
+from cachewarmd.client import AttachedWeights, Client, load_private
+from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError
+from cachewarmd.keys import Stamp
+from cachewarmd.v1 import control_pb2 as pb
+
+from engine.block_table import BlockTable, OutOfBlocksError, PrivatePool
+from engine.channel import BlockingChannel, BrokenChannelError
+from engine.config import WorkerConfig
+from engine.errors import EngineError, ModelError, RequestTooLargeError
+from engine.executor.base import Chunk, Executor
+from engine.models.config import ModelConfig, load_config
+from engine.models.packing import reference_plan
+from engine.request import (
+    Abort,
+    Finished,
+    Output,
+    Progress,
+    Stats,
+    StatsRequest,
+    Submit,
+    ToWorker,
+    WorkerFailed,
+    WorkerHello,
+    WorkerReady,
+)
+from engine.sampler import sample
+from engine.scheduler import ScheduledChunk, Scheduler, Sequence, Status
+from engine.shared_cache import CachedPrefix, SharedCache
+
+_log = structlog.get_logger()
+
+_MIN_LOOKUP_BUDGET_S = 0.020
+_LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
+_IDLE_POLL_S = 0.5
+
+
+@dataclass
+class _Clock:
+    """When a sequence reached what; seconds of the monotonic clock."""
+
+    submitted: float
+    admitted: float = 0.0
+    looked_up: float = 0.0
+    first_token: float = 0.0
+
+
+@dataclass
+class _Running:
+    """What the worker keeps beside the scheduler's view of a sequence."""
+
+    prefix: CachedPrefix | None
+    clock: _Clock
+    num_cached_tokens: int = 0
+
+
+class Worker:
+    """The loop and what it owns: scheduler, private pool, executor, link to the daemon."""
+
+    def __init__(
+        self,
+        channel: BlockingChannel,
+        inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None],
+        config: WorkerConfig,
+        executor: Executor,
+        pool: PrivatePool,
+        cache: SharedCache | None,
+        weights_source: str,
+    ) -> None:
+        self._channel = channel
+        self._inbox = inbox
+        self._block_size = config.block_size
+        self._executor = executor
+        self._pool = pool
+        self._cache = cache
+        self._weights_source = weights_source
+        self._scheduler = Scheduler(config.prefill_chunk)
+        self._states: dict[Sequence, _Running] = {}
+        self._seconds_per_token = 0.0  # of prefill, measured; the lookup budget follows it
+        self._num_computed = 0
+        self._num_tail_copies = 0
+
+    def run(self) -> None:
+        """Until the front is gone. Raises BrokenChannelError then."""
+        while True:
+            self._take_messages()
+            if self._cache is not None:
+                self._cache.poll()
+            admitted = self._scheduler.admit_next()
+            if admitted is not None:
+                self._admit(admitted)
+            chunk = self._scheduler.next_chunk()
+            if chunk is not None:
+                self._step(chunk)
+
+    # -- inbox ----------------------------------------------------------------------------------
+
+    def _take_messages(self) -> None:
+        is_idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
+        try:
+            message = self._inbox.get(block=is_idle, timeout=_IDLE_POLL_S if is_idle else None)
+            while True:
+                self._handle(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _handle(self, message: ToWorker | BrokenChannelError | None) -> None:
+        match message:
+            case None:
+                pass  # only to wake up
+            case Submit():
+                sequence = Sequence(message, BlockTable(self._pool, self._block_size))
+                self._states[sequence] = _Running(None, _Clock(time.monotonic()))
+                self._scheduler.add(sequence)
+            case Abort():
+                found = self._scheduler.find(message.request_id)
+                if found is not None and found.submit.attempt <= message.attempt:
+                    self._finish(found, "cancelled")
+            case StatsRequest():
+                self._channel.send(self._stats())
+            case BrokenChannelError():
+                raise message
+
+    def _stats(self) -> Stats:
+        running = self._scheduler.running
+        link = self._cache.link if self._cache is not None else None
+        return Stats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_private_blocks_free=self._pool.num_free,
+            num_shared_blocks_in_use=len(running.table.shared_blocks) if running else 0,
+            num_pending_publishes=self._cache.num_pending if self._cache is not None else 0,
+            num_computed_tokens=self._num_computed,
+            num_tail_copies=self._num_tail_copies,
+            daemon_epoch=link.epoch if link is not None else 0,
+            weights_source=self._weights_source,
+        )
+
+    # -- a request's way ------------------------------------------------------------------------
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Take over what is sealed already; the rest is computed from there."""
+        state = self._states[sequence]
+        state.clock.admitted = time.monotonic()
+        if sequence.max_length > self._pool.num_blocks * self._block_size:
+            self._fail(sequence, self._too_large(sequence))
+            return
+        if self._cache is not None and not sequence.submit.bypass_cache:
+            estimate = self._seconds_per_token * len(sequence.tokens)
+            budget = max(_MIN_LOOKUP_BUDGET_S, _LOOKUP_BUDGET_SHARE * estimate)
+            state.prefix, shared = self._cache.lookup(sequence.tokens, budget)
+            sequence.table.start_with(shared)
+            sequence.num_sealed = state.prefix.num_tokens if state.prefix else 0
+            # The last token always runs: its logits are in no cache.
+            sequence.num_computed = min(sequence.num_sealed, len(sequence.tokens) - 1)
+            state.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+        state.clock.looked_up = time.monotonic()
+
+    def _too_large(self, sequence: Sequence) -> RequestTooLargeError:
+        return RequestTooLargeError(
+            f"{sequence.max_length} positions are needed, the private pool has "
+            f"{self._pool.num_blocks * self._block_size}"
+        )
+
+    def _step(self, chunk: ScheduledChunk) -> None:
+        """One chunk through the model, then what follows from it."""
+        sequence = chunk.sequence
+        state = self._states[sequence]
+        write_from = max(chunk.start, sequence.num_sealed)
+        copies = sequence.table.num_tail_copies
+        try:
+            sequence.table.make_writable(write_from, chunk.end)
+        except OutOfBlocksError:
+            self._fail(sequence, self._too_large(sequence))
+            return
+        self._num_tail_copies += sequence.table.num_tail_copies - copies
+        started = time.monotonic()
+        (logits,) = self._executor.forward(
+            [
+                Chunk(
+                    sequence.tokens[chunk.start : chunk.end],
+                    chunk.start,
+                    write_from,
+                    [block.memory for block in sequence.table.blocks],
+                    chunk.needs_logits,
+                )
+            ]
+        )
+        if not self._is_intact(sequence, state):
+            self._start_over(sequence, state)
+            return
+        self._measure(chunk, time.monotonic() - started)
+        sequence.num_computed = chunk.end
+        if self._cache is not None and state.prefix is not None:
+            self._cache.publish(sequence, state.prefix, with_tail=chunk.ends_prefill)
+        if chunk.is_prefill:
+            self._channel.send(
+                Progress(sequence.submit.request_id, sequence.submit.attempt, chunk.end)
+            )
+        if logits is not None:
+            self._emit(sequence, state, self._sample(sequence, logits))
+        elif chunk.ends_prefill:
+            self._finish(sequence, "length")  # max_tokens = 0: prefill only
+
+    def _is_intact(self, sequence: Sequence, state: _Running) -> bool:
+        if self._cache is None or state.prefix is None:
+            return True
+        return self._cache.is_intact(state.prefix, sequence.table.shared_blocks)
+
+    def _start_over(self, sequence: Sequence, state: _Running) -> None:
+        """Blocks it read were reused after the lease was lost: drop the step, compute anew."""
+        _log.warning("shared_blocks_lost", request_id=sequence.submit.request_id)
+        sequence.table.clear()
+        sequence.num_computed = sequence.num_sealed = state.num_cached_tokens = 0
+        state.prefix = None
+
+    def _measure(self, chunk: ScheduledChunk, seconds: float) -> None:
+        num_tokens = chunk.end - chunk.start
+        self._num_computed += num_tokens
+        if num_tokens > 1:
+            each = seconds / num_tokens
+            before = self._seconds_per_token or each
+            self._seconds_per_token = 0.8 * before + 0.2 * each
+
+    def _sample(self, sequence: Sequence, logits: object) -> int:
+        submit = sequence.submit
+        return sample(
+            logits,  # type: ignore[arg-type]
+            submit.sampling,
+            submit.resolved_seed,
+            submit.sample_index,
+            sequence.num_output,
+        )
+
+    def _emit(self, sequence: Sequence, state: _Running, token: int) -> None:
+        submit = sequence.submit
+        state.clock.first_token = state.clock.first_token or time.monotonic()
+        index = sequence.num_output
+        sequence.tokens.append(token)
+        self._channel.send(
+            Output(submit.request_id, submit.attempt, submit.sample_index, index, [token])
+        )
+        if token in submit.stop_token_ids:
+            self._finish(sequence, "stop")
+        elif sequence.num_output >= submit.max_tokens:
+            self._finish(sequence, "length")
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> None:
+        self._finish(sequence, "error", (type(error).__name__, str(error)))
+
+    def _finish(
+        self, sequence: Sequence, reason: str, error: tuple[str, str] | None = None
+    ) -> None:
+        """Let go: publish the short last block, give lease and blocks back, tell the front."""
+        state = self._states.pop(sequence)
+        was_running = sequence.status is Status.RUNNING
+        self._scheduler.finish(sequence)
+        if self._cache is not None and state.prefix is not None:
+            if was_running and error is None:
+                self._cache.publish(sequence, state.prefix, with_tail=True)
+            self._cache.release(state.prefix)
+        sequence.table.clear()
+        clock, now = state.clock, time.monotonic()
+        admitted = clock.admitted or now
+        looked_up = clock.looked_up or admitted
+        first_token = clock.first_token or now
+        self._channel.send(
+            Finished(
+                request_id=sequence.submit.request_id,
+                attempt=sequence.submit.attempt,
+                reason=reason,
+                num_cached_tokens=state.num_cached_tokens,
+                queued_s=admitted - clock.submitted,
+                lookup_s=looked_up - admitted,
+                prefill_s=first_token - looked_up,
+                decode_s=now - first_token,
+                error=error,
+            )
+        )
+
+
+# -- bringing one up ----------------------------------------------------------------------------
+
+
+def _read_inbox(
+    channel: BlockingChannel, inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None]
+) -> None:
+    try:
+        while True:
+            inbox.put(channel.receive())
+    except BrokenChannelError as exc:
+        inbox.put(exc)
+
+
+def _attach_weights(
+    config: WorkerConfig, plan: pb.PackPlan, connect: Callable[[], Client] | None
+) -> tuple[AttachedWeights, Client | None]:
+    """From the daemon if it answers and makes progress, else this process's own copy."""
+    if connect is not None:
+        try:
+            client = connect()
+        except CachewarmError as exc:
+            _log.warning("daemon_not_reached_weights_private", reason=str(exc))
+        else:
+            try:
+                name, version = config.model_name, config.model_version
+                weights = client.attach_weights(
+                    config.model, name, version, plan, lambda *_: None
+                )
+                return weights, client
+            except (ModelFilesError, InvalidRequestError):
+                client.close()
+                raise  # our own reading would find the same
+            except CachewarmError as exc:
+                _log.warning("daemon_failed_weights_private", reason=str(exc))
+                client.close()
+    return load_private(config.model, config.model_version, plan), None
+
+
+def _make_stamp(
+    model: ModelConfig, weights: AttachedWeights, executor: Executor
+) -> Stamp:
+    return Stamp(
+        version=weights.version,
+        weights_sha256=weights.weights_sha256.hex(),
+        config_sha256=model.digest(),
+        compute_dtype="f32",
+        weight_quantisation="none",
+        kv_layout=f"{executor.kv_layout};theta={model.rope_theta}",
+        numerics=executor.numerics,
+    )
+
+
+def _pin(cpus: list[int]) -> list[int]:
+    """Pin this process; returns where it runs. Raises ModelError for CPUs that can't be had.
+
+    The kernel silently drops unknown CPUs of a set, so the result is compared.
+    """
+    process = psutil.Process()
+    if cpus:
+        allowed = sorted(process.cpu_affinity())
+        if not set(cpus) <= set(allowed):
+            raise ModelError(f"worker-cpus {cpus} is not allowed: among {allowed}")
+        process.cpu_affinity(cpus)
+    return sorted(process.cpu_affinity())
+
+
+def _build(
+    config: WorkerConfig,
+    channel: BlockingChannel,
+    inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None],
+) -> tuple[Worker, SharedCache | None, WorkerReady]:
+    cpus = _pin(list(config.cpus))
+    # Only here: the front and other backends live without torch.
+    from engine.executor.reference import ReferenceExecutor
+
+    model = load_config(config.model, config.max_context)
+    plan = reference_plan(model)
+    block_bytes = 4 * model.kv_elements_per_token * config.block_size
+    pool_bytes = config.private_pool_bytes // block_bytes * block_bytes
+    if not pool_bytes:
+        raise ModelError(
+            f"private-pool-bytes {config.private_pool_bytes} is not allowed: at least one block of "
+            f"{block_bytes} bytes"
+        )
+    pool_fd = segment.create_memfd("cachewarm-private", pool_bytes)
+    pool = PrivatePool(segment.map_memory(pool_fd, pool_bytes, writable=True), block_bytes)
+
+    def connect() -> Client:
+        assert config.cachewarmd is not None
+        return Client.connect(
+            config.cachewarmd, pb.ROLE_ENGINE, "worker", private_pool=(pool_fd, pool_bytes)
+        )
+
+    weights, client = _attach_weights(config, plan, connect if config.cachewarmd else None)
+    executor = ReferenceExecutor(model, plan, weights.memory, config.block_size)
+    stamp = _make_stamp(model, weights, executor)
+    cache = None
+    if config.cachewarmd is not None:
+        cache = SharedCache(
+            config.cachewarmd,
+            stamp,
+            weights.weights_sha256,
+            pool,
+            pool_fd,
+            pool_bytes,
+            config.block_size,
+            wake=lambda: inbox.put(None),
+        )
+        cache.start(client)
+    source = "shared" if weights.is_shared else "private"
+    worker = Worker(channel, inbox, config, executor, pool, cache, source)
+    ready = WorkerReady(
+        model_version=weights.version,
+        weights_sha256=weights.weights_sha256.hex(),
+        stamp=stamp.digest().hex(),
+        backend="reference",
+        dtype="f32",
+        kv_dtype="f32",
+        block_size=config.block_size,
+        num_private_blocks=pool.num_blocks,
+        cpus=cpus,
+    )
+    return worker, cache, ready
+
+
+def run(config: WorkerConfig, front: Path) -> int:
+    """Dial the front and work for it until it is gone; returns the exit status."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(str(front))
+    channel = BlockingChannel(sock)
+    inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None] = queue.SimpleQueue()
+    cache: SharedCache | None = None
+    try:
+        channel.send(WorkerHello(os.getpid(), config.role))
+        threading.Thread(
+            target=_read_inbox, args=(channel, inbox), name="inbox", daemon=True
+        ).start()
+        try:
+            worker, cache, ready = _build(config, channel, inbox)
+        except (ModelError, CachewarmError, OSError) as exc:
+            channel.send(WorkerFailed(str(exc)))
+            return 1
+        channel.send(ready)
+        worker.run()
+    except BrokenChannelError:
+        _log.info("front_is_gone")
+    finally:
+        if cache is not None:
+            cache.close()
+    return 0
