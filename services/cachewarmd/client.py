@@ -7,6 +7,7 @@ future. Nothing here reconnects: who owns the client decides what a lost daemon 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
@@ -69,6 +70,8 @@ class _Reply:
 
     def __init__(self, on_more: Callable[[pb.Envelope], None] | None) -> None:
         self.future: Future[tuple[pb.Envelope, list[int]]] = Future()
+        # So that nobody can cancel it (an asyncio wrapper would): its result must be settable.
+        self.future.set_running_or_notify_cancel()
         self.on_more = on_more
 
 
@@ -82,6 +85,7 @@ class Client:
         self._pending: dict[int, _Reply] = {}
         self._lock = threading.Lock()
         self._lost = False
+        self._lost_reason: CachewarmError = UnreachableError("the connection to cachewarmd is lost")
         self.hello = pb.HelloReply()
         self.pool: SharedPool | None = None
         self._reader = threading.Thread(target=self._read, name="cachewarmd-client", daemon=True)
@@ -109,7 +113,8 @@ class Client:
             sock.connect(str(path))
         except OSError as exc:
             sock.close()
-            raise UnreachableError(f"no cachewarmd answers on {path}: {exc.strerror}") from exc
+            reason = exc.strerror or exc
+            raise UnreachableError(f"no cachewarmd answers on {path}: {reason}") from exc
         sock.settimeout(_WRITE_TIMEOUT_S)
         client = cls(sock, on_event)
         try:
@@ -152,21 +157,20 @@ class Client:
     ) -> Future[tuple[pb.Envelope, list[int]]]:
         """Send a request; the future gives (reply, fds) or raises the daemon's typed error.
 
-        Whoever takes the result owns the fds. Raises UnreachableError when the connection is lost.
+        Whoever takes the result owns the fds. When the connection was lost before, this raises
+        UnreachableError, or the daemon's last words; one that breaks now ends the future so.
         """
         reply = _Reply(on_more)
         with self._lock:
             if self._lost:
-                raise UnreachableError("the connection to cachewarmd is lost")
+                raise self._lost_error()
             envelope.id = next(self._ids)
             envelope.num_fds = len(fds)
             self._pending[envelope.id] = reply
             try:
                 self._send(protocol.encode(envelope), fds)
-            except OSError as exc:
-                self._pending.pop(envelope.id)
-                self._drop_socket()
-                raise UnreachableError(f"cachewarmd does not take requests: {exc}") from exc
+            except OSError:
+                self._drop_socket()  # the reader ends what is pending
             except ProtocolError:
                 self._pending.pop(envelope.id)
                 raise
@@ -176,7 +180,7 @@ class Client:
         """Send something that has no reply. Raises UnreachableError."""
         with self._lock:
             if self._lost:
-                raise UnreachableError("the connection to cachewarmd is lost")
+                raise self._lost_error()
             try:
                 self._send(protocol.encode(envelope), ())
             except OSError as exc:
@@ -261,7 +265,11 @@ class Client:
         finally:
             protocol.close_all(fds)
         return AttachedWeights(
-            memory, told.weights_sha256, told.version, is_shared=True, already_warm=told.already_warm
+            memory,
+            told.weights_sha256,
+            told.version,
+            is_shared=True,
+            already_warm=told.already_warm,
         )
 
     # -- reading --------------------------------------------------------------------------------
@@ -290,43 +298,48 @@ class Client:
             self._fail_all()
 
     def _take(self, envelope: pb.Envelope, fds: list[int]) -> None:
-        if envelope.id == 0 and envelope.WhichOneof("body") != "error":
+        is_error = envelope.WhichOneof("body") == "error"
+        with self._lock:
+            take = self._pending.get if envelope.more else self._pending.pop
+            reply = take(envelope.id, None)
+        if reply is None or envelope.more or is_error:
+            protocol.close_all(fds)  # nobody is there to own them
+        if envelope.id == 0 and is_error:
+            # Last words about the connection; what is pending ends with it.
+            self._lost_reason = from_wire(envelope.error)
+        elif envelope.id == 0:
             if self._on_event is not None:
                 self._on_event(envelope)
-            return
-        with self._lock:
-            if envelope.id == 0:  # an error about the connection itself: for all that wait
-                waiting = list(self._pending.values())
-                self._pending.clear()
-            elif envelope.more:
-                waiting = [r for r in [self._pending.get(envelope.id)] if r is not None]
-            else:
-                waiting = [r for r in [self._pending.pop(envelope.id, None)] if r is not None]
-        for reply in waiting:
-            if envelope.more:
-                if reply.on_more is not None:
-                    reply.on_more(envelope)
-            elif envelope.WhichOneof("body") == "error":
-                reply.future.set_exception(from_wire(envelope.error))
-            else:
-                reply.future.set_result((envelope, fds))
+        elif reply is None:
+            pass
+        elif envelope.more:
+            if reply.on_more is not None:
+                reply.on_more(envelope)
+        elif is_error:
+            reply.future.set_exception(from_wire(envelope.error))
+        else:
+            reply.future.set_result((envelope, fds))
 
     def _fail_all(self) -> None:
         with self._lock:
-            self._lost = True
+            # Also when it was the daemon's bytes that made no sense: what is lost must look closed
+            # to the daemon, or it would still seal what it copies for us.
+            self._drop_socket()
             waiting = list(self._pending.values())
             self._pending.clear()
         for reply in waiting:
-            reply.future.set_exception(UnreachableError("the connection to cachewarmd was lost"))
+            reply.future.set_exception(self._lost_error())
         if self._on_event is not None:
             self._on_event(pb.Envelope())  # nothing inside: the end
 
+    def _lost_error(self) -> CachewarmError:
+        # A new one each time: a raised exception carries its own traceback.
+        return type(self._lost_reason)(str(self._lost_reason))
+
     def _drop_socket(self) -> None:
         self._lost = True
-        try:
+        with contextlib.suppress(OSError):  # the peer was first
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was first
 
     def close(self) -> None:
         """End the connection; its leases go back. Idempotent."""
@@ -392,8 +405,7 @@ def load_private(model_dir: Path, version: str, plan: pb.PackPlan) -> AttachedWe
     )
 
 
-def is_lost_error(exc: BaseException) -> bool:
-    """Does this error mean that the daemon, not the request, is the trouble?"""
-    return isinstance(exc, UnreachableError | TimedOutError | ProtocolError) or (
-        isinstance(exc, CachewarmError) and exc.code == pb.ERROR_CODE_SHUTTING_DOWN
-    )
+def create_private_pool(size: int) -> tuple[int, npt.NDArray[np.uint8]]:
+    """Memory for a worker's own blocks, as `Client.connect` takes it: (memfd, writable view)."""
+    fd = segment.create_memfd("cachewarm-private", size)
+    return fd, segment.map_memory(fd, size, writable=True)

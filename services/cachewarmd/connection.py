@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import socket
@@ -40,10 +41,14 @@ class Connection:
         self.is_closed = False
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         self.pid, self.uid, _ = _PEERCRED.unpack(raw)
+        self._was_gone = False
         try:
             self._pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            self._pidfd = -1  # gone already, or not visible from this pid namespace
+        except OSError as exc:
+            self._pidfd = -1
+            # Anything but "no such process" proves nothing: a peer in another pid namespace has
+            # pid 0 here.
+            self._was_gone = exc.errno == errno.ESRCH
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def is_open(self) -> bool:
@@ -54,17 +59,19 @@ class Connection:
         poll.register(self._sock.fileno(), select.POLLRDHUP)
         return not poll.poll(0)
 
-    async def wait_peer_dead(self, timeout: float) -> bool:
-        """After the end: is the peer's process gone (True), or still there after `timeout`?
+    async def wait_peer_dead(self, limit_s: float) -> bool:
+        """After the end: is the peer's process gone (True), or still there after `limit_s`?
 
         A process closes its sockets just before it is reported dead, so ask, then wait.
         """
         if self._pidfd < 0:
-            return True
-        dead = self._loop.create_future()
-        self._loop.add_reader(self._pidfd, lambda: dead.done() or dead.set_result(None))
+            if not self._was_gone:
+                await asyncio.sleep(limit_s)
+            return self._was_gone
+        dead = asyncio.Event()
+        self._loop.add_reader(self._pidfd, dead.set)
         try:
-            await asyncio.wait_for(dead, timeout)
+            await asyncio.wait_for(dead.wait(), limit_s)
         except TimeoutError:
             return False
         finally:

@@ -92,4 +92,3 @@ def tail_keys(parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
         keys.append(state.copy().digest())
     keys.reverse()
     return keys
-

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cachewarmd import layout
-from cachewarmd.errors import InvalidRequestError, NotFoundError
+from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
 from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES, BlockState
 from cachewarmd.pool import Extent, Pool
 
-NO_PARENT, NO_SPACE, SHORT_READ, PEER_GONE = "NO_PARENT", "NO_SPACE", "SHORT_READ", "PEER_GONE"
+NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
+SHORT_READ, PEER_GONE = "SHORT_READ", "PEER_GONE"
+MAX_STAMPS = 4096
+_HEAP_SLACK = 256
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class BlockStore:
             )
         known = self._stamps.get(stamp)
         if known is None:
+            if len(self._stamps) >= MAX_STAMPS:
+                raise LimitError(f"{MAX_STAMPS} stamps are registered, no more are allowed")
             known = StampInfo(
                 len(self._stamps), stamp, slot_bytes, block_bytes, block_size, description, weights
             )
@@ -190,14 +195,14 @@ class BlockStore:
             block = self._index.get(new.key)
             if block is None:
                 parent = None if at_root else self._index.get(new.parent_key)
-                if not at_root and (
-                    parent is None or parent.is_short or parent.stamp is not stamp
-                ):
+                if not at_root and (parent is None or parent.is_short or parent.stamp is not stamp):
                     return sealed, self._refuse(NO_PARENT)
                 made = self._copy_in(new, parent, stamp, source)
                 if isinstance(made, str):
                     return sealed, self._refuse(made)
                 block = made
+            elif block.stamp is not stamp or block.num_tokens != new.num_tokens:
+                return sealed, self._refuse(MISMATCH)
             sealed.append(block)
             # At once, so that making room for the next one cannot evict this one.
             self._move_lease(lease, block)
@@ -245,6 +250,15 @@ class BlockStore:
         if block.is_evictable:
             heap = self._evictable[block.stamp.slot_bytes]
             heapq.heappush(heap, (not block.is_short, block.last_used, block.slot, block))
+            if len(heap) > 2 * len(self._index) + _HEAP_SLACK:
+                # Without pressure nothing is popped, and every lease leaves a stale entry.
+                heap[:] = {id(e[3]): e for e in heap if self._is_current(e)}.values()
+                heapq.heapify(heap)
+
+    def _is_current(self, entry: tuple[bool, int, int, Block]) -> bool:
+        _, tick, _, block = entry
+        is_live = self._index.get(block.key) is block
+        return is_live and block.is_evictable and block.last_used == tick
 
     def _make_room(self, slot_bytes: int, keep: Block | None) -> int | None:
         """A slot: free, else by evicting the oldest leaf of this size, else another size's extent.
@@ -268,10 +282,9 @@ class BlockStore:
     def _evict_oldest(self, slot_bytes: int) -> bool:
         heap = self._evictable[slot_bytes]
         while heap:
-            _, tick, _, block = heapq.heappop(heap)
-            is_live = self._index.get(block.key) is block
-            if is_live and block.is_evictable and block.last_used == tick:
-                self._drop(block, "pressure")
+            entry = heapq.heappop(heap)
+            if self._is_current(entry):
+                self._drop(entry[3], "pressure")
                 return True
         return False
 
@@ -399,6 +412,7 @@ class BlockStore:
             assert block.num_leases == leases[block], "lease count"
         for block in leases:
             assert self._index.get(block.key) is block, "leased, not sealed"
-        offered = {b for heap in self._evictable.values() for _, t, _, b in heap if t == b.last_used}
+        entries = [entry for heap in self._evictable.values() for entry in heap]
+        offered = {block for _, tick, _, block in entries if tick == block.last_used}
         missing = [b for b in self._index.values() if b.is_evictable and b not in offered]
         assert not missing, "an evictable block is on no heap"

@@ -148,8 +148,9 @@ def runtime_dir(environ: Mapping[str, str]) -> Path:
     return Path(tempfile.gettempdir()) / f"cachewarm-{os.getuid()}"
 
 
-def default_socket(environ: Mapping[str, str]) -> Path:
+def default_socket(environ: Mapping[str, str] | None = None) -> Path:
     """$CACHEWARMD_SOCKET, else control.sock in the runtime directory."""
+    environ = os.environ if environ is None else environ
     if environ.get("CACHEWARMD_SOCKET"):
         return Path(environ["CACHEWARMD_SOCKET"])
     return runtime_dir(environ) / "control.sock"

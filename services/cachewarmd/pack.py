@@ -63,6 +63,8 @@ def check_plan(plan: pb.PackPlan, tensors: Mapping[str, Tensor]) -> dict[str, Pl
     end = 0
     for item in sorted(plan.tensors, key=lambda item: item.offset):
         tensor = tensors.get(item.name)
+        if item.name in placed:
+            raise InvalidRequestError(f"plan: {item.name}: is placed twice")
         if tensor is None:
             raise ModelFilesError(f"tensor {item.name} is missing in the weight files")
         if tensor.shape != tuple(item.shape):

@@ -120,13 +120,16 @@ class Pool:
         return extent.number * EXTENT_BYTES + (slot % RECORDS_PER_EXTENT) * extent.slot_bytes
 
     def fill(self, slot: int, source_fd: int, source_offset: int, num_bytes: int) -> bool:
-        """Copy `num_bytes` from a client's private pool into the slot; False on a short read."""
+        """Copy `num_bytes` from a client's private pool into the slot; False if unreadable."""
         self.records[slot]["state"] = BlockState.RESERVED
         start = self.offset_of(slot)
         target = memoryview(self.memory[start : start + num_bytes])  # type: ignore[arg-type]
         done = 0
         while done < num_bytes:
-            got = os.preadv(source_fd, [target[done:]], source_offset + done)
+            try:
+                got = os.preadv(source_fd, [target[done:]], source_offset + done)
+            except OSError:
+                got = 0
             if got == 0:
                 return False
             done += got
@@ -144,7 +147,7 @@ class Pool:
         record["stamp_id"] = stamp_id
         record["offset"] = start
         record["num_bytes"] = size
-        record["xxh3"] = np.void(xxhash.xxh3_128_digest(self.memory[start : start + size]))
+        record["xxh3"] = np.void(self._digest(start, size))
         record["state"] = BlockState.SEALED
         return int(record["generation"])
 
@@ -152,8 +155,10 @@ class Pool:
         """Does the slot still hold what was sealed?"""
         record = self.records[slot]
         start, size = int(record["offset"]), int(record["num_bytes"])
-        digest = xxhash.xxh3_128_digest(self.memory[start : start + size])
-        return bytes(record["xxh3"]) == digest
+        return bytes(record["xxh3"]) == self._digest(start, size)
+
+    def _digest(self, start: int, size: int) -> bytes:
+        return xxhash.xxh3_128_digest(self.memory[start : start + size].data)
 
     def close(self) -> None:
         """Give the descriptors back; mapped memory goes with its last view."""

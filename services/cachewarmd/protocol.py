@@ -75,14 +75,18 @@ class FrameDecoder:
         self._fds: deque[int] = deque()
 
     def feed(self, data: bytes, fds: Sequence[int]) -> list[tuple[pb.Envelope, list[int]]]:
-        """All frames that are whole now. On ProtocolError the held descriptors are closed."""
+        """All frames that are whole now. On ProtocolError every descriptor is closed."""
         self._buffer += data
         self._fds.extend(fds)
+        frames: list[tuple[pb.Envelope, list[int]]] = []
         try:
-            frames = list(iter(self._next, None))
+            while (frame := self._next()) is not None:
+                frames.append(frame)
             if len(self._fds) > MAX_FDS or (self._fds and not self._buffer):
                 raise ProtocolError("file descriptors beside a frame that names none")
         except ProtocolError:
+            for _, frame_fds in frames:
+                close_all(frame_fds)
             self.close()
             raise
         return frames
@@ -102,8 +106,8 @@ class FrameDecoder:
         except DecodeError as exc:
             raise ProtocolError("not an Envelope") from exc
         del self._buffer[:end]
-        if envelope.num_fds > len(self._fds):
-            raise ProtocolError("fewer file descriptors than the frame names")
+        if envelope.num_fds > min(MAX_FDS, len(self._fds)):
+            raise ProtocolError("more file descriptors named than came, or than are allowed")
         return envelope, [self._fds.popleft() for _ in range(envelope.num_fds)]
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import structlog
 
-from cachewarmd import __version__, budget, layout, protocol, segment
+from cachewarmd import __version__, layout, protocol, segment
+from cachewarmd.budget import Budget
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
 from cachewarmd.errors import (
@@ -43,9 +44,11 @@ _log = structlog.get_logger()
 MAX_CONNECTIONS = 256
 MAX_LEASES_PER_CLIENT = 4096
 MAX_KEYS = 65_536
+MAX_TEXT = 1024  # characters of names and descriptions that clients give
 # Leases of a peer that closed its socket but lives on: it may still be reading these blocks.
 QUARANTINE_S = 60.0
 _HELLO_TIMEOUT_S = 10.0
+_ACCEPT_PAUSE_S = 0.1
 
 _ENGINE_VERBS = {
     "attach_weights", "register", "peek", "lookup", "publish", "release", "provide",
@@ -83,17 +86,19 @@ class Server:
         self._config = config
         self._epoch = epoch
         self._salt = secrets.token_bytes(32)
-        available = budget.available_bytes(config.cgroup_root)
-        pool_bytes = config.pool_bytes if config.pool_bytes is not None else available // 4
-        budget.check(pool_bytes, "pool-bytes", config.cgroup_root)
+        self._budget = Budget(config.cgroup_root)
+        pool_bytes = config.pool_bytes
+        if pool_bytes is None:
+            pool_bytes = self._budget.available_bytes() // 4
         self._pool = Pool(pool_bytes, epoch, self._salt)
-        self._pool.commit_next()
+        self._budget.promise(self._pool.pool_bytes, "pool-bytes")
+        self._commit_extent()
         self._readonly_fds = (
             segment.reopen_readonly(self._pool.records_fd),
             segment.reopen_readonly(self._pool.pool_fd),
         )
         self._kv = BlockStore(self._pool)
-        self._weights = WeightStore(config.cgroup_root)
+        self._weights = WeightStore(self._budget)
         self._warmer = Warmer(self._weights)
         self._clients: set[Client] = set()
         self._next_client = 1
@@ -122,6 +127,7 @@ class Server:
             for task in list(self._background):
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
+            await self._weights.close()
 
     def stop(self) -> None:
         """Begin an orderly stop."""
@@ -136,10 +142,18 @@ class Server:
     async def _commit_pool(self) -> None:
         """Allocate the pool's pages extent by extent while serving."""
         try:
-            while await asyncio.to_thread(self._pool.commit_next):
+            while await asyncio.to_thread(self._commit_extent):
                 pass
         except NoSpaceError as exc:
-            _log.warning("pool_smaller_than_asked", reason=str(exc))
+            missing = self._pool.num_extents - len(self._pool.extents)
+            self._budget.settle(missing * layout.EXTENT_BYTES)
+            _log.warning("pool_smaller_than_asked", reason=str(exc), extents_missing=missing)
+
+    def _commit_extent(self) -> bool:
+        did = self._pool.commit_next()
+        if did:
+            self._budget.settle(layout.EXTENT_BYTES)
+        return did
 
     async def _exit_when_unused(self, limit: float) -> None:
         while time.monotonic() - self._last_used < limit:
@@ -159,6 +173,10 @@ class Server:
         except OSError as exc:  # EMFILE and the like: the backlog waits
             self._counters["accept_failed"] += 1
             _log.warning("accept_failed", reason=str(exc))
+            # The listener stays readable: without a pause this would spin.
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener.fileno())
+            loop.call_later(_ACCEPT_PAUSE_S, self._resume_accept, listener)
             return
         sock.setblocking(False)
         client: Client
@@ -178,6 +196,10 @@ class Server:
             loop = asyncio.get_running_loop()
             loop.call_later(_HELLO_TIMEOUT_S, self._end_if_silent, client)
 
+    def _resume_accept(self, listener: socket.socket) -> None:
+        if not self._stop.is_set():
+            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+
     def _end_if_silent(self, client: Client) -> None:
         if client.role == pb.ROLE_UNSPECIFIED:
             client.connection.close()
@@ -188,7 +210,7 @@ class Server:
         self._counters["frames"] += 1
         keep_fds = False
         try:
-            handler = self._admit(client, verb, len(fds))
+            handler = self._admit(client, envelope, verb, len(fds))
             keep_fds = bool(handler(self, client, envelope, fds))
         except (ProtocolError, VersionMismatchError) as exc:
             self._end_with(client, envelope.id, exc)
@@ -200,12 +222,14 @@ class Server:
             if not keep_fds:
                 protocol.close_all(fds)
 
-    def _admit(self, client: Client, verb: str, num_fds: int) -> Handler:
+    def _admit(self, client: Client, envelope: pb.Envelope, verb: str, num_fds: int) -> Handler:
         handler = _HANDLERS.get(verb)
         if handler is None:
             raise ProtocolError(f"{verb} is not a request")
         if (client.role == pb.ROLE_UNSPECIFIED) != (verb == "hello"):
             raise ProtocolError("hello must be the first frame, and only that")
+        if not envelope.id and verb != "warm_item_update":
+            raise ProtocolError(f"{verb} needs an id above 0")
         low, high = _FD_VERBS.get(verb, (0, 0))
         if not low <= num_fds <= high:
             raise ProtocolError(f"{verb} takes {low} to {high} file descriptors, got {num_fds}")
@@ -251,21 +275,26 @@ class Server:
     ) -> None:
         client.connection.send(pb.Envelope(id=request_id, **body), fds)
 
-    def _reply_error(self, client: Client, request_id: int, exc: Exception) -> None:
+    def _reply_error(
+        self, client: Client, request_id: int, exc: Exception, *, is_last: bool = False
+    ) -> None:
         self._counters["errors"] += 1
         if isinstance(exc, CachewarmError):
             code, message = exc.code, str(exc)
         else:
             code, message = InternalError.code, getattr(exc, "strerror", None) or "I/O error"
             _log.warning("os_error", reason=str(exc))
-        self._reply(client, request_id, error=pb.ErrorReply(code=code, message=message))
+        error = pb.ErrorReply(code=code, message=message)
+        # To a client, an error with id 0 is the end of the connection: it is not one here.
+        if request_id or is_last:
+            self._reply(client, request_id, error=error)
 
     def _reply_bug(self, client: Client, request_id: int, verb: str, exc: Exception) -> None:
         _log.error("bug", verb=verb, exc_info=exc)
         self._reply_error(client, request_id, InternalError(f"{verb} failed; see the daemon's log"))
 
     def _end_with(self, client: Client, request_id: int, exc: CachewarmError) -> None:
-        self._reply_error(client, request_id, exc)
+        self._reply_error(client, request_id, exc, is_last=True)
         client.connection.close()
 
     def _in_task(
@@ -300,10 +329,7 @@ class Server:
             if hello.role != pb.ROLE_ENGINE:
                 raise ProtocolError("only an engine brings a private pool")
             segment.check_private_pool(fds[0], hello.private_pool_bytes)
-            client.pool_fd, client.pool_bytes = fds[0], hello.private_pool_bytes
-        client.role, client.name = hello.role, hello.name[:64]
-        client.pid = client.connection.pid
-        is_engine = client.role == pb.ROLE_ENGINE
+        is_engine = hello.role == pb.ROLE_ENGINE
         reply = pb.HelloReply(
             protocol_version=protocol.PROTOCOL_VERSION,
             version=__version__,
@@ -314,13 +340,18 @@ class Server:
             salt=self._salt if is_engine else b"",
             client_id=client.client_id,
         )
-        shared = self._readonly_fds if client.is_worker else ()
-        self._reply(client, envelope.id, shared, hello_reply=reply)
+        self._reply(client, envelope.id, self._readonly_fds if fds else (), hello_reply=reply)
+        # Only now: duplicating descriptors for the reply can fail, and then `fds` are closed.
+        if fds:
+            client.pool_fd, client.pool_bytes = fds[0], hello.private_pool_bytes
+        client.role, client.name = hello.role, hello.name[:64]
+        client.pid = client.connection.pid
         if is_engine:
             _log.info("engine_came", client=client.name, pid=client.pid)
         return bool(fds)
 
     def _attach_weights(self, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+        _check_names(envelope.attach_weights)
         self._in_task(client, envelope.id, "attach_weights", self._attach(client, envelope, fds))
         return True
 
@@ -335,9 +366,7 @@ class Server:
                 return
             last_told = now
             progress = pb.AttachProgress(phase=phase, done_bytes=done, total_bytes=total)
-            client.connection.send(
-                pb.Envelope(id=envelope.id, more=True, attach_progress=progress)
-            )
+            client.connection.send(pb.Envelope(id=envelope.id, more=True, attach_progress=progress))
 
         try:
             model, loaded, already = await self._weights.attach(
@@ -373,13 +402,11 @@ class Server:
             request.stamp,
             request.slot_bytes,
             request.block_size,
-            request.description,
+            request.description[:MAX_TEXT],
             request.weights_sha256,
         )
         client.stamps[info.stamp_id] = info
-        self._reply(
-            client, envelope.id, register_reply=pb.RegisterReply(stamp_id=info.stamp_id)
-        )
+        self._reply(client, envelope.id, register_reply=pb.RegisterReply(stamp_id=info.stamp_id))
 
     def _peek(self, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
         num_blocks = self._kv.peek(envelope.peek.keys)
@@ -444,6 +471,7 @@ class Server:
     # -- control plane --------------------------------------------------------------------------
 
     def _warmup(self, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+        _check_names(envelope.warmup)
         job = self._warmer.start(
             fds[0],
             envelope.warmup,
@@ -571,6 +599,12 @@ class Server:
             counters={**self._counters, **self._kv.counters, "leases": self._kv.num_leases},
             num_jobs_active=sum(1 for job in self._warmer.jobs if not job.is_ended),
         )
+
+
+def _check_names(request: pb.AttachWeights | pb.Warmup) -> None:
+    names = (request.model_name, request.version, request.plan.description)
+    if max(map(len, names)) > MAX_TEXT:
+        raise InvalidRequestError(f"names and descriptions: at most {MAX_TEXT} characters")
 
 
 def _wire_block(block: Block) -> pb.Block:

@@ -1,13 +1,15 @@
 """Warm-up jobs: weights first, then prompts, computed by an engine that serves these weights.
 
 An item waits as `pending (no_engine)` until a provider for the weights' digest is connected; each
-provider gets one item at a time. A provider that leaves puts its item back.
+provider gets one item at a time. A provider that leaves puts its item back, but not for ever: a
+prompt that kills engines would else kill every new one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +23,8 @@ _log = structlog.get_logger()
 
 MAX_JOBS = 256
 MAX_ITEMS = 100_000
+MAX_ATTEMPTS = 3
+MAX_TEXT = 1024  # characters of an error that a provider tells
 _ENDED = (pb.ITEM_STATE_DONE, pb.ITEM_STATE_FAILED, pb.ITEM_STATE_CANCELLED)
 
 
@@ -49,6 +53,10 @@ class Job:
     weights_already_warm: bool = False
     version: int = 0  # grows with every change
     item_versions: list[int] = field(default_factory=list)
+    waiting: deque[int] = field(default_factory=deque)  # indices of the items still to be given out
+    waiting_detail: str = ""
+    num_open: int = 0  # items that have not ended
+    attempts: Counter[int] = field(default_factory=Counter)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -104,6 +112,7 @@ class Warmer:
         ]
         job = Job(next(self._ids), request.model_name, list(request.prompts), items)
         job.item_versions = [0] * len(items)
+        job.waiting, job.num_open = deque(range(len(items))), len(items)
         self._jobs[job.job_id] = job
         job.task = asyncio.create_task(self._run_weights(job, dir_fd, request, follow_links))
         job.task.add_done_callback(lambda _: close_fd())
@@ -123,7 +132,8 @@ class Warmer:
             job.weights = pb.AttachProgress(phase=phase, done_bytes=done, total_bytes=total)
             self._touch(job)
 
-        job.state = "running"
+        if not job.is_ended:
+            job.state = "running"
         try:
             _, segment, already = await self._store.attach(
                 dir_fd,
@@ -134,8 +144,11 @@ class Warmer:
                 follow_links=follow_links,
             )
         except (CachewarmError, OSError) as exc:
-            job.state, job.error = "failed", str(exc)
-            self._touch(job)
+            self._end(job, "failed", str(exc))
+            return
+        except Exception as exc:
+            _log.error("bug", job=job.job_id, exc_info=exc)
+            self._end(job, "failed", "internal error; see the daemon's log")
             return
         job.weights_sha256 = segment.weights_sha256
         job.weights_done, job.weights_already_warm = True, already
@@ -152,8 +165,15 @@ class Warmer:
         self._providers.remove(provider)
         if provider.busy is not None:
             job, item = provider.busy
-            if item.state not in _ENDED:
+            if item.state in _ENDED:
+                pass
+            elif job.attempts[item.index] >= MAX_ATTEMPTS:
+                item.detail = f"{MAX_ATTEMPTS} engines left while they computed it"
+                self._end_item(job, item, pb.ITEM_STATE_FAILED)
+            else:
                 item.state, item.done_tokens = pb.ITEM_STATE_PENDING, 0
+                item.detail = job.waiting_detail
+                job.waiting.appendleft(item.index)
                 self._touch(job, item)
         self._dispatch()
 
@@ -164,14 +184,18 @@ class Warmer:
         job, item = provider.busy
         if (job.job_id, item.index) != (update.job_id, update.index):
             return
+        has_ended = update.state in _ENDED
+        if not has_ended and update.state != pb.ITEM_STATE_RUNNING:
+            return
         if item.state not in _ENDED:
-            item.state = update.state
             item.num_tokens, item.done_tokens = update.num_tokens, update.done_tokens
-            item.already_warm, item.detail = update.already_warm, update.error
-            self._touch(job, item)
-        if update.state in _ENDED:
+            item.already_warm, item.detail = update.already_warm, update.error[:MAX_TEXT]
+            if has_ended:
+                self._end_item(job, item, update.state)
+            else:
+                self._touch(job, item)
+        if has_ended:
             provider.busy = None
-            self._end_if_done(job)
             self._dispatch()
 
     def cancel(self, job: Job) -> None:
@@ -182,42 +206,55 @@ class Warmer:
             if item.state not in _ENDED:
                 item.state = pb.ITEM_STATE_CANCELLED
                 self._touch(job, item)
-        job.state = "cancelled"
-        self._touch(job)
+        self._end(job, "cancelled")
 
     def _dispatch(self) -> None:
         for job in self._jobs.values():
             if not job.weights_done or job.is_ended:
                 continue
             serving = [p for p in self._providers if p.weights_sha256 == job.weights_sha256]
-            idle = [p for p in serving if p.busy is None]
-            for item in job.items:
-                if item.state != pb.ITEM_STATE_PENDING:
-                    continue
-                if idle:
-                    provider = idle.pop()
-                    provider.busy = (job, item)
-                    item.state, item.detail = pb.ITEM_STATE_RUNNING, ""
-                    self._touch(job, item)
-                    provider.send(
-                        pb.WarmItem(
-                            job_id=job.job_id, index=item.index, prompt=job.prompts[item.index]
-                        )
-                    )
-                    continue
-                detail = "" if serving else "no_engine"
-                if item.detail != detail:
-                    item.detail = detail
-                    self._touch(job, item)
+            for provider in serving:
+                if provider.busy is None and job.waiting:
+                    self._give(provider, job, job.items[job.waiting.popleft()])
+            detail = "" if serving else "no_engine"
+            if job.waiting_detail != detail:
+                job.waiting_detail = detail
+                for index in job.waiting:
+                    job.items[index].detail = detail
+                    self._touch(job, job.items[index])
+
+    def _give(self, provider: Provider, job: Job, item: pb.JobItem) -> None:
+        provider.busy = (job, item)
+        job.attempts[item.index] += 1
+        item.state, item.detail = pb.ITEM_STATE_RUNNING, ""
+        self._touch(job, item)
+        prompt = job.prompts[item.index]
+        provider.send(pb.WarmItem(job_id=job.job_id, index=item.index, prompt=prompt))
+
+    def _end_item(self, job: Job, item: pb.JobItem, state: pb.ItemState) -> None:
+        item.state = state
+        job.num_open -= 1
+        self._touch(job, item)
+        self._end_if_done(job)
 
     def _end_if_done(self, job: Job) -> None:
-        if job.is_ended or not all(item.state in _ENDED for item in job.items):
+        if job.num_open:
             return
         failed = [item for item in job.items if item.state == pb.ITEM_STATE_FAILED]
-        job.state = "failed" if failed else "done"
-        if failed:
-            job.error = f"{len(failed)} of {len(job.items)} items failed: {failed[0].detail}"
-        _log.info("warmup_ended", job=job.job_id, state=job.state, items=len(job.items))
+        error = f"{len(failed)} of {len(job.items)} items failed" if failed else ""
+        if failed and failed[0].detail:
+            error += f": {failed[0].detail}"
+        self._end(job, "failed" if failed else "done", error)
+
+    def _end(self, job: Job, state: str, error: str = "") -> None:
+        """The one place where a job ends; one that was cancelled stays so."""
+        if job.is_ended:
+            return
+        job.state, job.error = state, error
+        # A record of the job is kept, its prompts (megabytes) are not.
+        job.prompts.clear()
+        job.waiting.clear()
+        _log.info("warmup_ended", job=job.job_id, state=state, items=len(job.items))
         self._touch(job)
 
     @staticmethod

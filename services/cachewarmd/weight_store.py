@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 
-from cachewarmd import budget, weights
-from cachewarmd.errors import ModelFilesError
+from cachewarmd import weights
+from cachewarmd.budget import Budget
+from cachewarmd.errors import ModelFilesError, ShuttingDownError
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.weights import FileIdentity, Segment
 
@@ -37,6 +37,7 @@ class Model:
     follow_links: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     watchers: set[Notify] = field(default_factory=set)
+    num_loads: int = 0  # running or waiting for the lock
 
     @property
     def shown_version(self) -> str:
@@ -56,8 +57,10 @@ class Model:
 class WeightStore:
     """Owner of all weight segments."""
 
-    def __init__(self, cgroup_root: Path) -> None:
-        self._cgroup_root = cgroup_root
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._is_closed = False
+        self._loads: set[asyncio.Task[bool]] = set()
         self._models: dict[tuple[DirKey, str], Model] = {}
         self._segments: dict[tuple[bytes, str], Segment] = {}
 
@@ -78,31 +81,46 @@ class WeightStore:
         """The directory's weights as the plan lays them out; True = nothing had to be read.
 
         Files that went missing leave the loaded version in service; changed files are read again.
-        `dir_fd` stays the caller's. Raises ModelFilesError, NoSpaceError, InvalidRequestError.
+        A load goes on when the caller is cancelled: its thread can't be stopped halfway, and what
+        it read serves whoever asks next. `dir_fd` stays the caller's.
+        Raises ModelFilesError, NoSpaceError, InvalidRequestError, ShuttingDownError.
         """
         info = os.fstat(dir_fd)
         dir_key = (info.st_dev, info.st_ino)
         key = (dir_key, weights.layout_id(plan))
         model = self._models.get(key)
         if model is None:
-            model = Model(
-                dir_key, os.dup(dir_fd), plan, name, version, follow_links=follow_links
-            )
+            model = Model(dir_key, os.dup(dir_fd), plan, name, version, follow_links=follow_links)
             self._models[key] = model
         model.name = name or model.name
         model.version = version or model.version
         model.watchers.add(notify)
+        model.num_loads += 1
+        load = asyncio.create_task(self._load(key, model))
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
         try:
-            async with model.lock:
-                already = await self._refresh(model)
-            assert model.segment is not None
-            return model, model.segment, already
+            already = await asyncio.shield(load)
         finally:
             model.watchers.discard(notify)
-            if model.segment is None and not model.lock.locked():
-                # A load that failed leaves nothing behind.
-                if self._models.pop(key, None) is not None:
-                    os.close(model.dir_fd)
+        assert model.segment is not None
+        return model, model.segment, already
+
+    async def _load(self, key: tuple[DirKey, str], model: Model) -> bool:
+        try:
+            async with model.lock:
+                return await self._refresh(model)
+        finally:
+            model.num_loads -= 1
+            # A load that failed leaves nothing behind, unless another waits to try it too.
+            if model.segment is None and not model.num_loads:
+                del self._models[key]
+                os.close(model.dir_fd)
+
+    async def close(self) -> None:
+        """End the loads that are under way, soon, and wait for that."""
+        self._is_closed = True
+        await asyncio.gather(*self._loads, return_exceptions=True)
 
     async def _refresh(self, model: Model) -> bool:
         loop = asyncio.get_running_loop()
@@ -114,6 +132,8 @@ class WeightStore:
             return True
 
         def progress(phase: str, done: int, total: int) -> None:
+            if self._is_closed:
+                raise ShuttingDownError("the daemon is stopping")
             loop.call_soon_threadsafe(self._tell, model, phase, done, total)
 
         if model.segment is not None:
@@ -123,11 +143,20 @@ class WeightStore:
             known = self._segments.get((digest, model.segment.layout_id))
             if known is not None:
                 model.segment, model.identities = known, identities
+                self._forget_unused()
                 return True
-        budget.check(model.plan.segment_bytes, f"weights of {model.name}", self._cgroup_root)
+
+        def allocate(fd: int, size: int, tell: Callable[[int], None]) -> None:
+            self._budget.allocate(fd, size, f"weights of {model.name}", tell)
+
         started = time.monotonic()
         loaded, identities = await asyncio.to_thread(
-            weights.load, model.dir_fd, model.plan, progress, follow=model.follow_links
+            weights.load,
+            model.dir_fd,
+            model.plan,
+            progress,
+            follow=model.follow_links,
+            allocate=allocate,
         )
         self._adopt(model, loaded, identities)
         _log.info(
@@ -146,6 +175,9 @@ class WeightStore:
             os.close(loaded.fd)  # another directory with the same bytes: one copy is enough
         model.segment, model.identities = known, identities
         model.loaded_unix_ms = int(time.time() * 1000)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
         in_use = {id(m.segment) for m in self._models.values()}
         for old_key, segment in list(self._segments.items()):
             if id(segment) not in in_use:

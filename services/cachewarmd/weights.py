@@ -26,6 +26,7 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 100_000
 MAX_INDEX_BYTES = 64 << 20
 MAX_FILES = 4096
+_MAX_DIMENSIONS = 16
 _CHUNK_BYTES = 8 << 20
 _DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -33,6 +34,7 @@ _DTYPE_BYTES = {
 }  # fmt: skip
 
 Progress = Callable[[str, int, int], None]  # phase, done bytes, total bytes
+Allocate = Callable[[int, int, Callable[[int], None]], None]  # memfd, size, tell bytes done
 FileIdentity = tuple[str, int, int, int, int, int]
 
 
@@ -75,10 +77,16 @@ def layout_id(plan: pb.PackPlan) -> str:
     return hashlib.sha256(plan.SerializeToString(deterministic=True)).hexdigest()
 
 
+def _check_name(name: str) -> None:
+    # Neither NUL nor a lone surrogate can reach the kernel: Python raises ValueError for both.
+    is_plain = "/" not in name and "\0" not in name and name not in ("", ".", "..")
+    if not is_plain or not name.isprintable():
+        raise ModelFilesError(f"{name!r} is not a file name of the model directory")
+
+
 def _open_below(dir_fd: int, name: str, follow: bool) -> int:
     """Open a plain file directly in the directory. Raises ModelFilesError."""
-    if "/" in name or name in ("", ".", ".."):
-        raise ModelFilesError(f"{name!r} is not a file name of the model directory")
+    _check_name(name)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         fd = os.open(name, flags, dir_fd=dir_fd)
@@ -94,8 +102,10 @@ def weight_file_names(dir_fd: int, follow: bool) -> list[str]:
     """Names by the index file if there is one, else the single file; strays are not read."""
     try:
         fd = _open_below(dir_fd, INDEX_NAME, follow)
-    except ModelFilesError:
-        return [SINGLE_NAME]
+    except ModelFilesError as exc:
+        if isinstance(exc.__cause__, FileNotFoundError):
+            return [SINGLE_NAME]
+        raise
     with os.fdopen(fd, "rb") as file:
         raw = file.read(MAX_INDEX_BYTES + 1)
     try:
@@ -104,6 +114,8 @@ def weight_file_names(dir_fd: int, follow: bool) -> list[str]:
         names = sorted(set(json.loads(raw)["weight_map"].values()))
         if not names or len(names) > MAX_FILES or not all(isinstance(n, str) for n in names):
             raise ValueError(f"weight_map must name 1 to {MAX_FILES} files")
+        for name in names:
+            _check_name(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ModelFilesError(f"{INDEX_NAME}: malformed: {exc}") from exc
     return names
@@ -180,6 +192,8 @@ def _parse_tensor(file: str, name: str, entry: Any, base: int) -> Tensor:
         for number in (*shape, start, end):
             if type(number) is not int or number < 0:
                 raise ValueError(f"{number!r} is not a size")
+        if len(shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"{len(shape)} dimensions")
         for dimension in shape:
             size *= dimension
         if end - start != size:
@@ -189,23 +203,43 @@ def _parse_tensor(file: str, name: str, entry: Any, base: int) -> Tensor:
     return Tensor(name, dtype, tuple(shape), base + start, base + end)
 
 
+def _allocate_unchecked(fd: int, size: int, _: Callable[[int], None]) -> None:
+    segment.reserve(fd, 0, size)
+
+
+def _by_name(files: list[WeightFile]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in files:
+        for tensor in file.tensors:
+            if found.setdefault(tensor.name, tensor) is not tensor:
+                raise ModelFilesError(f"{file.name}: {tensor.name}: is in another file too")
+    return found
+
+
 def load(
-    dir_fd: int, plan: pb.PackPlan, progress: Progress, *, follow: bool
+    dir_fd: int,
+    plan: pb.PackPlan,
+    progress: Progress,
+    *,
+    follow: bool,
+    allocate: Allocate = _allocate_unchecked,
 ) -> tuple[Segment, list[FileIdentity]]:
     """Read, hash and pack in one pass over the files, then seal.
 
-    Raises ModelFilesError (also when a file changes while it is read), NoSpaceError and
-    InvalidRequestError (plan). The caller has checked the memory budget for `plan.segment_bytes`.
+    Raises ModelFilesError (also when a file changes while it is read), NoSpaceError,
+    InvalidRequestError (plan), and whatever `progress` raises to end it. `allocate` answers for
+    the memory budget; without it only a full tmpfs is noticed.
     """
     files: list[WeightFile] = []
     try:
         for name in weight_file_names(dir_fd, follow):
+            # No comprehension: on an error the files opened so far must be known, to be closed.
             files.append(open_weight_file(dir_fd, name, follow))
-        by_name = {t.name: t for file in files for t in file.tensors}
-        placed = pack.check_plan(plan, by_name)
+        placed = pack.check_plan(plan, _by_name(files))
         fd = segment.create_memfd("cachewarm-weights", plan.segment_bytes)
         try:
-            segment.reserve(fd, 0, plan.segment_bytes)
+            size = plan.segment_bytes
+            allocate(fd, size, lambda done: progress("allocate", done, size))
             target = segment.map_memory(fd, plan.segment_bytes, writable=True)
             digest = _read_all(files, placed, target, progress)
             del target, placed  # the writable map must be gone before the seal
@@ -226,6 +260,7 @@ def hash_files(
     files: list[WeightFile] = []
     try:
         for name in weight_file_names(dir_fd, follow):
+            # No comprehension: on an error the files opened so far must be known, to be closed.
             files.append(open_weight_file(dir_fd, name, follow))
         return _read_all(files, {}, None, progress), [file.identity for file in files]
     finally:

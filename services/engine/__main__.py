@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cachewarmd import log, options
-
 from engine import __version__, config
 
 PROGRAM = "cachewarm-engine"

@@ -52,9 +52,7 @@ SERVE_OPTIONS = (
         "auto|off|SOCKET",
     ),
     Option("keep-daemon", options.flag, False, "leave a daemon that was started here running"),
-    Option(
-        "pool-bytes", options.size, None, "pool size of a daemon that is started here", "SIZE"
-    ),
+    Option("pool-bytes", options.size, None, "pool size of a daemon that is started here", "SIZE"),
     Option("backend", options.choice("auto", "reference"), "auto", "how the model is computed"),
     Option("worker-cpus", _cpus, (), "CPUs of the worker, as 0-3,6 (default: all)", "LIST"),
     Option(

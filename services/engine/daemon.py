@@ -8,10 +8,10 @@ import random
 from pathlib import Path
 
 import structlog
+
 from cachewarmd.client import Client
 from cachewarmd.errors import CachewarmError, UnreachableError
 from cachewarmd.v1 import control_pb2 as pb
-
 from engine import errors
 from engine.request import Finished, Output, Progress, SamplingParams, Submit, WorkerReady
 from engine.router import ActiveRequest, Router
@@ -110,7 +110,7 @@ class WarmupProvider:
                     delay = 0.05
                     await self._lost.wait()
                 except CachewarmError:
-                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))
                     delay = min(2 * delay, _RETRY_MAX_S)
         finally:
             for task in self._tasks:
@@ -119,12 +119,10 @@ class WarmupProvider:
                 self._client.close()
 
     def _register(self, info: WorkerReady) -> Client:
-        client = Client.connect(
-            self._socket,
-            pb.ROLE_ENGINE,
-            "front",
-            on_event=lambda event: self._loop.call_soon_threadsafe(self._on_event, event),
-        )
+        def on_event(event: pb.Envelope) -> None:
+            self._loop.call_soon_threadsafe(self._on_event, event)
+
+        client = Client.connect(self._socket, pb.ROLE_ENGINE, "front", on_event=on_event)
         provide = pb.Provide(
             weights_sha256=bytes.fromhex(info.weights_sha256),
             model_name=self._model_name,

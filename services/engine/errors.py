@@ -92,7 +92,7 @@ class InternalError(EngineError):
 
 
 class ModelError(Exception):
-    """A model directory can't be served; the message names the file or value and what is allowed."""
+    """A model directory can't be served; the message names file or value and what is allowed."""
 
 
 class StartError(Exception):

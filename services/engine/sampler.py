@@ -16,7 +16,9 @@ _MIN_TEMPERATURE = 1e-5  # below it the division overflows; the result is greedy
 
 def uniform(seed: int, sample_index: int, output_index: int) -> float:
     """Counter-based random number in [0, 1): Philox 4x64 keyed by (seed, sample index)."""
-    generator = np.random.Philox(key=[seed, sample_index], counter=[output_index, 0, 0, 0])
+    # A list would go by way of float64, where large seeds fall together.
+    key = np.array([seed, sample_index], dtype=np.uint64)
+    generator = np.random.Philox(key=key, counter=[output_index, 0, 0, 0])
     return float(generator.random_raw() >> 11) * 2.0**-53
 
 

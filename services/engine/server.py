@@ -16,11 +16,11 @@ from collections.abc import Mapping
 import grpc
 import psutil
 import structlog
-from cachewarmd import options
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from cachewarmd import options
 from engine import daemon
 from engine.config import ServeConfig, WorkerConfig
 from engine.errors import StartError

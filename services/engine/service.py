@@ -6,9 +6,8 @@ import functools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-import grpc
 import structlog
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
@@ -26,7 +25,7 @@ from engine.workers import WorkerSupervisor
 
 _log = structlog.get_logger()
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio ships no types
 
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,
@@ -56,8 +55,8 @@ class FrontState:
         return self.worker is not None and not self.is_draining
 
 
-def rich_status(error: errors.EngineError) -> grpc.aio.Metadata | Any:
-    """The gRPC status of an error, with google.rpc details."""
+def rich_status(error: errors.EngineError) -> Any:
+    """The grpc.Status of an error, with google.rpc details."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain="cachewarm")]
     if isinstance(error, errors.InvalidParameterError):
         violations = [
@@ -74,9 +73,7 @@ def rich_status(error: errors.EngineError) -> grpc.aio.Metadata | Any:
         packed.append(any_pb2.Any())
         packed[-1].Pack(detail)
     code = code_pb2.Code.Value(error.status)
-    return rpc_status.to_status(
-        status_pb2.Status(code=code, message=str(error), details=packed)
-    )
+    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=packed))
 
 
 async def _fail(context: Context, error: Exception) -> None:
@@ -267,9 +264,7 @@ class EngineService(EngineServiceServicer):
 class _Stream:
     """Turns a request's events into messages; holds back text until it is whole characters."""
 
-    def __init__(
-        self, active: ActiveRequest, tokenizer: Tokenizer, return_token_ids: bool
-    ) -> None:
+    def __init__(self, active: ActiveRequest, tokenizer: Tokenizer, return_token_ids: bool) -> None:
         self._active = active
         self._return_token_ids = return_token_ids
         self._detokenizer = IncrementalDetokenizer(tokenizer, active.submit.prompt_ids)

@@ -1,4 +1,4 @@
-"""A worker's side of the daemon's block pool: lookups with a budget, publishes that nobody waits for.
+"""A worker's side of the daemon's pool: lookups with a budget, publishes nobody waits for.
 
 The daemon absent, slow or stopped is never an error here: a lookup is a miss, blocks stay private,
 and a thread keeps trying to reach it again. A connection that is given up is closed *before* any
@@ -8,6 +8,7 @@ connection.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -18,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import structlog
+
 from cachewarmd.client import Client, SharedPool
 from cachewarmd.errors import CachewarmError, TimedOutError
 from cachewarmd.keys import Stamp, block_key, chain_keys, root_key, tail_keys
 from cachewarmd.v1 import control_pb2 as pb
-
 from engine.block_table import PrivateBlock, PrivatePool, SharedBlock
 from engine.scheduler import Sequence as Request
 
@@ -89,7 +90,9 @@ class SharedCache:
         self._publishes: list[_Publish] = []
         self._stopping = threading.Event()
         self._retry_now = threading.Event()
-        self._thread = threading.Thread(target=self._keep_connected, name="daemon-link", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep_connected, name="daemon-link", daemon=True
+        )
 
     # -- the connection -------------------------------------------------------------------------
 
@@ -121,9 +124,7 @@ class SharedCache:
             return None
         assert client.pool is not None
         root = root_key(client.hello.salt, self._stamp.digest())
-        return Link(
-            client, client.pool, reply.register_reply.stamp_id, root, client.hello.epoch
-        )
+        return Link(client, client.pool, reply.register_reply.stamp_id, root, client.hello.epoch)
 
     def connect(self) -> Client:
         """A worker's connection. Raises CachewarmError."""
@@ -157,7 +158,7 @@ class SharedCache:
                 _log.info("daemon_connected", epoch=link.epoch)
                 delay = _RETRY_FIRST_S
                 continue
-            self._stopping.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
+            self._stopping.wait(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, _RETRY_MAX_S)
 
     def close(self) -> None:
@@ -290,22 +291,20 @@ class SharedCache:
 
     def release(self, prefix: CachedPrefix) -> None:
         """Give the lease back; it follows what was published before on the same connection."""
-        message = pb.Envelope(release=pb.Release(lease=prefix.lease))
-        try:
-            prefix.link.client.submit(message)
-        except CachewarmError:
-            pass  # the lease ended with the connection
+        _release(prefix.link, prefix.lease)
 
     @property
     def num_pending(self) -> int:
         return len(self._publishes)
 
 
+def _release(link: Link, lease: int) -> None:
+    # On a lost connection the lease has ended already.
+    with contextlib.suppress(CachewarmError):
+        link.client.submit(pb.Envelope(release=pb.Release(lease=lease)))
+
+
 def _release_late(link: Link, late: Future[tuple[pb.Envelope, list[int]]]) -> None:
     """A lookup that was answered after its budget: nobody uses the lease."""
     if late.exception() is None:
-        lease = late.result()[0].lookup_reply.lease
-        try:
-            link.client.submit(pb.Envelope(release=pb.Release(lease=lease)))
-        except CachewarmError:
-            pass
+        _release(link, late.result()[0].lookup_reply.lease)

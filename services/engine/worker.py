@@ -17,12 +17,11 @@ from pathlib import Path
 
 import psutil
 import structlog
-from cachewarmd import segment
-from cachewarmd.client import AttachedWeights, Client, load_private
+
+from cachewarmd.client import AttachedWeights, Client, create_private_pool, load_private
 from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError
 from cachewarmd.keys import Stamp
 from cachewarmd.v1 import control_pb2 as pb
-
 from engine.block_table import BlockTable, OutOfBlocksError, PrivatePool
 from engine.channel import BlockingChannel, BrokenChannelError
 from engine.config import WorkerConfig
@@ -324,9 +323,7 @@ def _attach_weights(
         else:
             try:
                 name, version = config.model_name, config.model_version
-                weights = client.attach_weights(
-                    config.model, name, version, plan, lambda *_: None
-                )
+                weights = client.attach_weights(config.model, name, version, plan, lambda *_: None)
                 return weights, client
             except (ModelFilesError, InvalidRequestError):
                 client.close()
@@ -337,9 +334,7 @@ def _attach_weights(
     return load_private(config.model, config.model_version, plan), None
 
 
-def _make_stamp(
-    model: ModelConfig, weights: AttachedWeights, executor: Executor
-) -> Stamp:
+def _make_stamp(model: ModelConfig, weights: AttachedWeights, executor: Executor) -> Stamp:
     return Stamp(
         version=weights.version,
         weights_sha256=weights.weights_sha256.hex(),
@@ -383,8 +378,8 @@ def _build(
             f"private-pool-bytes {config.private_pool_bytes} is not allowed: at least one block of "
             f"{block_bytes} bytes"
         )
-    pool_fd = segment.create_memfd("cachewarm-private", pool_bytes)
-    pool = PrivatePool(segment.map_memory(pool_fd, pool_bytes, writable=True), block_bytes)
+    pool_fd, pool_memory = create_private_pool(pool_bytes)
+    pool = PrivatePool(pool_memory, block_bytes)
 
     def connect() -> Client:
         assert config.cachewarmd is not None

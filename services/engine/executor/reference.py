@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from cachewarmd.v1 import control_pb2 as pb
 
+from cachewarmd.v1 import control_pb2 as pb
 from engine.executor.base import Chunk
 from engine.models import packing
 from engine.models.config import ModelConfig

@@ -1,9 +1,9 @@
 """Pack plans: which tensors the reference decoder wants, and where in the segment.
 
-    0                     64-byte aligned
-    +---------------------+------------------+----  float32, row-major, one tensor after the other
-    | embed_tokens.weight | layers.0.…       | …
-    +---------------------+------------------+----
+0                     64-byte aligned
++---------------------+------------------+----  float32, row-major, one tensor after the other
+| embed_tokens.weight | layers.0.…       | …
++---------------------+------------------+----
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from cachewarmd.v1 import control_pb2 as pb
 
+from cachewarmd.v1 import control_pb2 as pb
 from engine.models.config import ModelConfig, load_config
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -63,9 +63,7 @@ def reference_plan(config: ModelConfig) -> pb.PackPlan:
     return plan
 
 
-def views(
-    plan: pb.PackPlan, memory: npt.NDArray[np.uint8]
-) -> dict[str, npt.NDArray[np.float32]]:
+def views(plan: pb.PackPlan, memory: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[np.float32]]:
     """Tensors in place, by name; read-only where the segment is."""
     return {
         item.name: memory[item.offset : item.offset + item.num_bytes]

@@ -1,0 +1,352 @@
+"""The real `cachewarm-engine serve` as a child process, for tests.
+
+    with Engine(model_dir, daemon.socket) as engine:
+        answer = engine.generate([5, 6, 7], max_tokens=4)
+
+`start` (or `with`) returns when the engine has said that it serves; the end of `with` leaves no
+process behind, whatever state it is in. Each engine has a runtime directory of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import psutil
+
+from cachewarmd.v1 import control_pb2
+from engine.client import Accepted, CallError, Done, EngineClient, Event, Text
+from engine.v1 import engine_pb2 as pb
+from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
+
+START_S = 90.0  # torch is imported meanwhile, on a machine that may be busy
+_CODE = "import sys; from engine.__main__ import main; sys.exit(main())"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole answer. `pieces` are its messages in order."""
+
+    accepted: Accepted
+    pieces: list[Text]
+    done: Done
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.token_ids]
+
+
+@dataclass
+class Stream:
+    """A request that is running; a thread of its own reads it to the end."""
+
+    pieces: list[Text] = field(default_factory=list)
+    accepted: Accepted | None = None
+    done: Done | None = None
+    error: CallError | None = None
+    thread: threading.Thread | None = None
+    _is_cancelled: bool = False
+
+    def run(self, events: Iterator[Event]) -> None:
+        """What the thread does. Closing the iterator cancels the call."""
+        try:
+            for event in events:
+                match event:
+                    case Accepted():
+                        self.accepted = event
+                    case Text():
+                        self.pieces.append(event)
+                    case Done():
+                        self.done = event
+                if self._is_cancelled:
+                    break
+        except CallError as exc:
+            self.error = exc
+        finally:
+            events.close()  # type: ignore[attr-defined]
+
+    def wait_for_tokens(self, count: int) -> None:
+        """Returns when at least that many messages with tokens are here."""
+        wait_until(
+            lambda: len(self.pieces) >= count or self.error is not None or self.done is not None,
+            f"{count} tokens",
+        )
+        assert self.error is None, self.error
+
+    def result(self) -> Generation:
+        """The whole answer, once it has ended; fails the test when it ended with an error."""
+        assert self.thread is not None
+        self.thread.join(3 * PATIENCE_S)
+        assert not self.thread.is_alive(), "the stream did not end"
+        if self.error is not None:
+            raise self.error
+        assert self.accepted is not None
+        assert self.done is not None
+        return Generation(self.accepted, self.pieces, self.done)
+
+
+def command(*arguments: str) -> list[str]:
+    """`cachewarm-engine ARGUMENTS`, whether installed or not."""
+    return [sys.executable, "-P", "-c", _CODE, *arguments]
+
+
+class Engine:
+    """One engine. `cachewarmd` is a socket, "auto" or "off"; `extra` are more flags of `serve`."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        cachewarmd: Path | str,
+        *,
+        port: int = 0,
+        extra: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="cwe-", dir="/tmp"))
+        self._flags = ["--model", str(model_dir), "--cachewarmd", str(cachewarmd)]
+        self._flags += ["--port", str(port), *extra]
+        self._env = {**environment(), "XDG_RUNTIME_DIR": str(self.runtime_dir), **(env or {})}
+        self._stdout = self.runtime_dir / "stdout"
+        self._stderr = self.runtime_dir / "stderr"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: EngineClient | None = None
+        self.ready: dict[str, Any] = {}
+
+    def start(self) -> Engine:
+        """Returns when it serves; fails the test when it ends or hangs instead."""
+        self.launch()
+        end = time.monotonic() + START_S
+        while not (line := self._ready_line()):
+            status = self.process.poll()
+            assert status is None, f"the engine exited with {status}: {self.log()}"
+            assert time.monotonic() < end, f"no ready line within {START_S} s: {self.log()}"
+            time.sleep(0.02)
+        self.ready = json.loads(line)
+        return self
+
+    def launch(self) -> None:
+        """Only the first half of `start`."""
+        with self._stdout.open("wb") as stdout, self._stderr.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                command("serve", *self._flags),
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+            )
+
+    def _ready_line(self) -> str:
+        for line in self._stdout.read_text().splitlines(keepends=True):
+            if line.endswith("\n") and '"ready"' in line:
+                return line
+        return ""
+
+    # -- what it is -----------------------------------------------------------------------------
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "not started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def target(self) -> str:
+        return str(self.ready["address"])
+
+    @property
+    def port(self) -> int:
+        return int(self.target.rpartition(":")[2])
+
+    def log(self) -> str:
+        """What front and worker wrote to stderr so far."""
+        return self._stderr.read_text(errors="replace")
+
+    def worker_pid(self) -> int:
+        """Of the worker that runs now; waits for one that is being replaced."""
+        found: list[int] = []
+
+        def look() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(self.pid).children():
+                    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                        if "--config-json" in child.cmdline():
+                            found.append(child.pid)
+            return bool(found)
+
+        wait_until(look, "a worker process")
+        return found[0]
+
+    # -- asking it ------------------------------------------------------------------------------
+
+    def client(self) -> EngineClient:
+        """One client, shared by all callers; it is closed with the engine."""
+        if self._client is None:
+            self._client = EngineClient(self.target)
+        return self._client
+
+    def info(self) -> pb.GetServerInfoResponse:
+        return self.client().server_info()
+
+    def worker(self) -> pb.WorkerInfo:
+        """Counts of the one worker."""
+        (worker,) = self.info().workers
+        return worker
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """A whole answer. Raises CallError."""
+        options.setdefault("timeout", 3 * PATIENCE_S)
+        stream = Stream(thread=threading.current_thread())
+        stream.run(self.client().generate(prompt, **options))
+        if stream.error is not None:
+            raise stream.error
+        assert stream.accepted is not None
+        assert stream.done is not None
+        return Generation(stream.accepted, stream.pieces, stream.done)
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Stream:
+        """Begin a request and return at once."""
+        options.setdefault("timeout", 3 * PATIENCE_S)
+        stream = Stream()
+        events = self.client().generate(prompt, **options)
+        stream.thread = threading.Thread(target=stream.run, args=(events,), daemon=True)
+        stream.thread.start()
+        return stream
+
+    def wait_idle(self) -> pb.WorkerInfo:
+        """Returns, with the worker's counts, when no request is there and no publish under way."""
+
+        def is_idle() -> bool:
+            info = self.info()
+            if info.num_requests_running or info.num_requests_waiting or not info.workers:
+                return False
+            return info.workers[0].num_private_blocks_free == info.workers[0].num_private_blocks
+
+        wait_until(is_idle, f"an idle engine: {self.info()}")
+        return self.worker()
+
+    # -- ending it ------------------------------------------------------------------------------
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def terminate(self) -> None:
+        """SIGTERM; does not wait."""
+        self.signal(signal.SIGTERM)
+
+    def kill_worker(self) -> int:
+        """SIGKILL the worker; returns its pid."""
+        pid = self.worker_pid()
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def kill_all(self) -> None:
+        """SIGKILL front and worker at once, and wait for both."""
+        worker = psutil.Process(self.worker_pid())
+        self.signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
+        self.process.wait(PATIENCE_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.wait(PATIENCE_S)
+        self._drop_client()
+
+    def wait(self, limit_s: float = PATIENCE_S) -> int:
+        """Its exit status, once it has ended by itself."""
+        return self.process.wait(limit_s)
+
+    def stop(self) -> int:
+        """SIGTERM and wait; SIGKILL when that takes too long. Idempotent."""
+        self._drop_client()
+        if self._process is None:
+            return 0
+        if self.process.poll() is None:
+            self.terminate()
+            try:
+                self.wait()
+            except subprocess.TimeoutExpired:
+                self.kill_all()
+                raise
+        return int(self.process.returncode)
+
+    def restart(self) -> Engine:
+        """Stop it if it runs, then start it again with the same settings."""
+        self.stop()
+        return self.start()
+
+    def _drop_client(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Engine:
+        return self if self._process is not None else self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if value is not None and self._process is not None:
+                print(f"--- stderr of engine {self.pid}:\n{self.log()}", file=sys.stderr)
+            self.stop()
+        finally:
+            shutil.rmtree(self.runtime_dir)
+
+
+def serve_fails(
+    *flags: str, env: Mapping[str, str] | None = None, limit_s: float = START_S
+) -> tuple[int, str]:
+    """Run `serve` with a setting it can't accept: (exit status, stderr). Fails if it serves."""
+    with tempfile.TemporaryDirectory(prefix="cwe-", dir="/tmp") as folder:
+        ended = subprocess.run(
+            command("serve", *flags),
+            env={**environment(), "XDG_RUNTIME_DIR": folder, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    assert ended.returncode, f"it ended well: {ended.stdout}"
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended.returncode, ended.stderr
+
+
+def make_prompt(length: int, salt: int) -> list[int]:
+    """Ordinary token ids; another salt shares no prefix."""
+    ids = np.random.default_rng(salt).integers(3, 512, length)
+    return [3 + salt % 500, *ids.tolist()][:length]
+
+
+def evict_all(daemon: Daemon) -> None:
+    """Make every block of the daemon go that no lease keeps."""
+    with daemon.client(control_pb2.ROLE_ADMIN) as client:
+        client.call(control_pb2.Envelope(evict=control_pb2.Evict()), PATIENCE_S)
+
+
+def num_sealed(daemon: Daemon) -> int:
+    """Blocks that the daemon has sealed now."""
+    return int(daemon.status().pool.blocks["sealed"])
