@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.client import CallError
 from tests.daemon import Daemon, wait_until
 from tests.e2e.conftest import Oracle
 from tests.engine import Engine, make_prompt, num_sealed
@@ -87,7 +86,7 @@ def test_a_prefill_that_was_cut_off_is_taken_up_again(
     engine: Engine, shared_daemon: Daemon, oracle: Oracle
 ) -> None:
     """After kill -9 in mid-prefill the blocks that were acknowledged are not computed again."""
-    prompt = make_prompt(2000, 23)
+    prompt = make_prompt(800, 23)
     already = num_sealed(shared_daemon)
     stream = engine.stream(prompt, max_tokens=2)
     wait_until(lambda: num_sealed(shared_daemon) >= already + 5, "blocks of the prompt")
@@ -102,16 +101,20 @@ def test_a_prefill_that_was_cut_off_is_taken_up_again(
     assert answer.done.cached_tokens % BLOCK == 0
     assert answer.ids == oracle(prompt, 2)
     again = engine.generate(prompt, max_tokens=2)
-    assert (again.done.cached_tokens, again.ids) == (1999, answer.ids)
+    assert (again.done.cached_tokens, again.ids) == (799, answer.ids)
 
 
-def test_a_killed_worker_costs_the_client_nothing(engine: Engine, oracle: Oracle) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
+def test_a_killed_worker_costs_the_client_nothing(
+    engine: Engine, oracle: Oracle, sampling: dict[str, float]
+) -> None:
     """After kill -9 of the worker the stream goes on: same tokens, no gap, no repetition."""
     prompt = make_prompt(50, 24)
-    whole = engine.generate(prompt, max_tokens=300, bypass_prefix_cache=True).ids
-    assert whole[:8] == oracle(prompt, 8)
+    whole = engine.generate(prompt, max_tokens=300, bypass_prefix_cache=True, **sampling).ids
+    if not sampling:
+        assert whole[:8] == oracle(prompt, 8)
     failovers = engine.info().num_failovers
-    stream = engine.stream(prompt, max_tokens=300)
+    stream = engine.stream(prompt, max_tokens=300, **sampling)
     stream.wait_for_tokens(20)
     waiting = engine.stream(make_prompt(40, 25), max_tokens=3)
     killed = engine.kill_worker()
@@ -128,36 +131,6 @@ def test_a_killed_worker_costs_the_client_nothing(engine: Engine, oracle: Oracle
     assert engine.info().num_failovers == failovers + 1
     assert engine.worker().pid not in (0, killed)
     engine.wait_idle()
-
-
-def test_a_seeded_stream_survives_its_worker_too(engine: Engine) -> None:
-    """Draws depend on the output index alone, so a seeded answer is the same after a failover."""
-    prompt = make_prompt(45, 26)
-    options = {"max_tokens": 200, "temperature": 0.9, "seed": 7}
-    whole = engine.generate(prompt, bypass_prefix_cache=True, **options).ids
-    stream = engine.stream(prompt, **options)
-    stream.wait_for_tokens(10)
-    engine.kill_worker()
-    answer = stream.result()
-    assert answer.done.num_failovers == 1
-    assert answer.ids == whole
-
-
-def test_a_request_that_takes_every_worker_with_it_is_given_up(engine: Engine) -> None:
-    """After three workers have died on it, a request ends with INTERNAL and the engine serves."""
-    stream = engine.stream(make_prompt(60, 27), max_tokens=3500)
-    for round_number in range(3):
-        had = len(stream.pieces)
-        wait_until(lambda had=had: len(stream.pieces) > had + 2, f"tokens in round {round_number}")
-        engine.kill_worker()
-        wait_until(
-            lambda n=round_number: engine.info().num_failovers > n or stream.error is not None,
-            "the loss to be seen",
-        )
-    with pytest.raises(CallError, match="3 workers died") as caught:
-        stream.result()
-    assert caught.value.status == "INTERNAL"
-    assert engine.generate(make_prompt(40, 28), max_tokens=2).done.completion_tokens == 2
 
 
 def test_a_changed_byte_in_the_weights_makes_every_block_cold(

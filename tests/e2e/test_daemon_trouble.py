@@ -1,0 +1,188 @@
+"""A daemon that is stopped, slow or dead costs warmth, never a request and never a wrong token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon import Daemon, wait_until
+from tests.e2e.conftest import Oracle
+from tests.engine import Engine, make_prompt
+
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def daemon(module_dir: Path) -> Iterator[Daemon]:
+    """The module's daemon; its tests stop, kill and restart it."""
+    with Daemon(module_dir / "d", "64MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
+    """An engine that was started while the daemon was stopped."""
+    daemon.sigstop()
+    started = time.monotonic()
+    with Engine(m_rand_dir, daemon.socket) as running:
+        running.ready["took_s"] = time.monotonic() - started
+        yield running
+
+
+def wait_connected(engine: Engine, is_connected: bool = True) -> None:
+    """Returns when the worker has, or has lost, its link to the daemon."""
+    wait_until(
+        lambda: engine.worker().daemon_connected is is_connected, f"connected = {is_connected}"
+    )
+
+
+def test_an_engine_starts_beside_a_stopped_daemon(
+    engine: Engine, daemon: Daemon, oracle: Oracle
+) -> None:
+    """It gives up after some seconds, serves with its own weights, and links up later."""
+    assert engine.ready["took_s"] < 45, "about ten seconds of waiting, and the start itself"
+    prompt = make_prompt(70, 31)
+    worker = engine.worker()
+    assert (worker.weights_source, worker.daemon_connected) == ("private", False)
+    cold = engine.generate(prompt, max_tokens=8)
+    assert (cold.ids, cold.done.cached_tokens) == (oracle(prompt, 8), 0)
+    daemon.sigcont()
+    wait_connected(engine)
+    assert engine.generate(prompt, max_tokens=8).done.cached_tokens == 0
+    warm = engine.generate(prompt, max_tokens=8)
+    assert (warm.ids, warm.done.cached_tokens) == (cold.ids, 69)
+
+
+def test_a_daemon_that_stops_between_requests_costs_only_the_hits(
+    engine: Engine, daemon: Daemon, oracle: Oracle
+) -> None:
+    """Each request is served within its lookup budget's delay; hits are back afterwards."""
+    wait_connected(engine)
+    prompts = [make_prompt(70, salt) for salt in (31, 32, 33)]
+    for prompt in prompts:
+        engine.generate(prompt, max_tokens=4)
+    daemon.sigstop()
+    try:
+        for prompt in prompts:
+            answer = engine.generate(prompt, max_tokens=8)
+            assert (answer.ids, answer.done.cached_tokens) == (oracle(prompt, 8), 0)
+            assert answer.done.timings_s["lookup"] < 1.0, "the budget is 20 ms"
+    finally:
+        daemon.sigcont()
+    wait_connected(engine)
+    for prompt in prompts:
+        wait_until(
+            lambda p=prompt: engine.generate(p, max_tokens=1).done.cached_tokens == 69, "a hit"
+        )
+        assert engine.generate(prompt, max_tokens=8).ids == oracle(prompt, 8)
+
+
+def test_a_daemon_that_stops_in_mid_stream_changes_no_token(
+    engine: Engine, daemon: Daemon, oracle: Oracle
+) -> None:
+    """The stream goes on, blocks stay private; after SIGCONT requests hit and are right."""
+    wait_connected(engine)
+    prompt = make_prompt(70, 34)
+    whole = engine.generate(prompt, max_tokens=150, bypass_prefix_cache=True).ids
+    assert whole[:8] == oracle(prompt, 8)
+    stream = engine.stream(prompt, max_tokens=150)
+    stream.wait_for_tokens(5)
+    daemon.sigstop()
+    try:
+        assert stream.result().ids == whole
+        other = make_prompt(70, 35)
+        assert engine.generate(other, max_tokens=8).ids == oracle(other, 8)
+        # What was published into the stopped daemon's socket is owed for two seconds at most.
+        wait_connected(engine, False)
+        engine.wait_idle()
+    finally:
+        daemon.sigcont()
+    wait_connected(engine)
+    engine.generate(prompt, max_tokens=150)
+    warm = engine.generate(prompt, max_tokens=150)
+    assert (warm.ids, warm.done.cached_tokens) == (whole, 69)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_a_killed_daemon_changes_no_token_and_its_successor_is_found(
+    engine: Engine, daemon: Daemon, num_tokens: int
+) -> None:
+    """The stream reads on in place; the worker links up with the new daemon, which fills anew."""
+    wait_connected(engine)
+    prompt = make_prompt(200, 36)
+    whole = engine.generate(prompt, max_tokens=100, bypass_prefix_cache=True).ids
+    engine.generate(prompt, max_tokens=1)
+    epoch = engine.worker().daemon_epoch
+    stream = engine.stream(prompt, max_tokens=100)
+    stream.wait_for_tokens(num_tokens)
+    daemon.kill()
+    answer = stream.result()
+    assert answer.ids == whole
+    assert answer.done.num_failovers == 0
+    assert engine.generate(prompt, max_tokens=100).ids == whole
+    engine.wait_idle()
+    daemon.start()
+    started = time.monotonic()
+    wait_connected(engine)
+    assert time.monotonic() - started < 10, "back-off ends at two seconds"
+    assert engine.worker().daemon_epoch == epoch + 1
+    first = engine.generate(prompt, max_tokens=100)
+    second = engine.generate(prompt, max_tokens=100)
+    assert (first.done.cached_tokens, second.done.cached_tokens) == (0, 199)
+    assert first.ids == second.ids == whole
+
+
+def test_what_a_stopped_daemon_was_sent_never_seals_reused_blocks(
+    daemon: Daemon, m_rand_dir: Path
+) -> None:
+    """Publishes wait in its socket while their private blocks get other content: none is sealed."""
+    pool = BLOCK * 1024 * 10  # ten blocks of M-rand
+    with Engine(m_rand_dir, daemon.socket, extra=["--private-pool-bytes", str(pool)]) as small:
+        assert small.worker().num_private_blocks == 10
+        prompts = [make_prompt(40, salt) for salt in (41, 42, 43)]
+        options = {"max_tokens": 270, "bypass_prefix_cache": True}
+        whole = [small.generate(prompt, **options).ids for prompt in prompts]
+        refused = daemon.status().counters["refused_peer_gone"]
+        stream = small.stream(prompts[0], max_tokens=270)
+        stream.wait_for_tokens(2)
+        daemon.sigstop()
+        try:
+            # It publishes block after block into the stopped daemon's socket.
+            assert stream.result().ids == whole[0]
+            wait_connected(small, False)
+            small.wait_idle()
+            for prompt, answer in zip(prompts[1:], whole[1:], strict=True):
+                assert small.generate(prompt, max_tokens=270).ids == answer
+        finally:
+            daemon.sigcont()
+        wait_connected(small)
+        assert daemon.status().counters["refused_peer_gone"] > refused, "nothing was in the socket"
+        # Prompts that reach into every block that was published, at lengths within each.
+        for _ in range(2):
+            for length in (60, 100, 150, 200, 250):
+                for prompt, answer in zip(prompts, whole, strict=True):
+                    longer = [*prompt, *answer[: length - 40]]
+                    found = small.generate(longer, max_tokens=5)
+                    assert found.ids == answer[length - 40 : length - 35]
+        assert small.generate([*prompts[0], *whole[0][:-1]], max_tokens=1).done.cached_tokens > 200
+
+
+def test_a_pool_full_of_pending_publishes_does_not_refuse_a_request(
+    daemon: Daemon, m_rand_dir: Path
+) -> None:
+    """A request that fits waits for blocks that a stopped daemon still owes an answer for."""
+    pool = BLOCK * 1024 * 10
+    with Engine(m_rand_dir, daemon.socket, extra=["--private-pool-bytes", str(pool)]) as small:
+        first, second = make_prompt(40, 44), make_prompt(200, 45)
+        whole = small.generate(second, max_tokens=60, bypass_prefix_cache=True).ids
+        stream = small.stream(first, max_tokens=270)
+        stream.wait_for_tokens(2)
+        daemon.sigstop()
+        try:
+            stream.result()
+            assert small.generate(second, max_tokens=60).ids == whole
+        finally:
+            daemon.sigcont()
