@@ -8,6 +8,7 @@ import socket
 import stat
 from pathlib import Path
 
+from cachewarmd import options
 from cachewarmd.errors import CachewarmError
 
 _MAX_PATH_BYTES = 107  # sun_path less its terminator
@@ -34,9 +35,10 @@ def listen(path: Path) -> tuple[socket.socket, int]:
             f"socket path of {length} bytes: at most {_MAX_PATH_BYTES} are allowed: {path}"
         )
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_foreign_directory(path.parent)
+        options.ensure_private_dir(path.parent)
         lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except options.OptionError as exc:
+        raise SocketPathError(str(exc)) from exc
     except OSError as exc:
         raise SocketPathError(f"{path.parent}: {exc.strerror}") from exc
     try:
@@ -48,14 +50,6 @@ def listen(path: Path) -> tuple[socket.socket, int]:
     except BaseException:
         os.close(lock_fd)
         raise
-
-
-def _refuse_foreign_directory(folder: Path) -> None:
-    """A directory that others can write is one where they can swap the socket."""
-    info = folder.stat()
-    others_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not info.st_mode & stat.S_ISVTX
-    if info.st_uid not in (os.getuid(), 0) or others_write:
-        raise SocketPathError(f"{folder}: must belong to this user and be writable by nobody else")
 
 
 def _bind(path: Path) -> socket.socket:

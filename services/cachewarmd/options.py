@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,21 @@ def runtime_dir(environ: Mapping[str, str]) -> Path:
     if environ.get("XDG_RUNTIME_DIR"):
         return Path(environ["XDG_RUNTIME_DIR"]) / "cachewarm"
     return Path(tempfile.gettempdir()) / f"cachewarm-{os.getuid()}"
+
+
+def ensure_private_dir(folder: Path) -> None:
+    """Make a directory for sockets, or check the one that is there.
+
+    One that others can write is one where they can swap a socket. Raises OptionError.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+    except OSError as exc:
+        raise OptionError(f"{folder}: {exc.strerror}") from exc
+    others_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not info.st_mode & stat.S_ISVTX
+    if info.st_uid not in (os.getuid(), 0) or others_write:
+        raise OptionError(f"{folder}: must belong to this user and be writable by nobody else")
 
 
 def default_socket(environ: Mapping[str, str] | None = None) -> Path:

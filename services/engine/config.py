@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -103,7 +104,11 @@ class ServeConfig:
         return Path(self.cachewarmd).expanduser()
 
 
-_LOOPBACK = ("127.", "::1", "localhost")
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def load_serve(flags: argparse.Namespace, environ: Mapping[str, str]) -> ServeConfig:
@@ -113,7 +118,7 @@ def load_serve(flags: argparse.Namespace, environ: Mapping[str, str]) -> ServeCo
         raise OptionError("--model: a model directory is required")
     values["model"] = values["model"].resolve()
     values["model_name"] = values["model_name"] or values["model"].name
-    if not values["insecure"] and not values["host"].startswith(_LOOPBACK):
+    if not values["insecure"] and not _is_loopback(values["host"]):
         raise OptionError(
             f"--host: {values['host']!r} can be reached by others and there is no TLS: "
             "a loopback address, or --insecure"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from pathlib import Path
 
 import structlog
 
 from cachewarmd.client import Client
-from cachewarmd.errors import CachewarmError, UnreachableError
+from cachewarmd.errors import CachewarmError, InvalidRequestError, UnreachableError
 from cachewarmd.v1 import control_pb2 as pb
 from engine import errors
 from engine.request import Finished, Output, Progress, SamplingParams, Submit, WorkerReady
@@ -73,9 +74,17 @@ async def stop_daemon(socket: Path) -> None:
     """Ask the daemon to stop unless another engine uses it."""
 
     def ask() -> None:
+        request = pb.Envelope(shutdown=pb.Shutdown(only_if_unused=True))
+        end = time.monotonic() + _PROBE_TIMEOUT_S
         with Client.connect(socket, pb.ROLE_ADMIN, "engine", timeout=_PROBE_TIMEOUT_S) as client:
-            request = pb.Shutdown(only_if_unused=True)
-            client.call(pb.Envelope(shutdown=request), _PROBE_TIMEOUT_S)
+            while True:
+                try:
+                    client.call(request, _PROBE_TIMEOUT_S)
+                    return
+                except InvalidRequestError:  # in use; it may not have seen us leave yet
+                    if time.monotonic() > end:
+                        raise
+                time.sleep(0.05)
 
     try:
         await asyncio.to_thread(ask)

@@ -7,6 +7,7 @@ submitted again, attempt + 1, with the output it has; stale attempts are dropped
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -60,6 +61,8 @@ class Router:
         self._max_active = max_active
         self._active: dict[str, ActiveRequest] = {}
         self._send: Callable[[ToWorker], None] | None = None
+        # Never reused, so that a late message about an id that was taken again is stale too.
+        self._attempts = itertools.count(1)
         self.num_failovers = 0
 
     # -- clients --------------------------------------------------------------------------------
@@ -83,6 +86,7 @@ class Router:
             raise errors.DuplicateRequestIdError(f"request_id {request_id} is active")
         if len(self._active) >= self._max_active:
             raise errors.QueueFullError(f"{self._max_active} requests are queued or running")
+        request.attempt = next(self._attempts)
         self._active[request_id] = request
         if self._send is not None:
             self._send(request.current())
@@ -125,7 +129,7 @@ class Router:
                 request.num_failovers += 1
                 self.num_failovers += 1
             was_started, request.is_started = request.is_started, False
-            request.attempt += 1
+            request.attempt = next(self._attempts)
             if was_started and request.num_failovers >= MAX_ATTEMPTS:
                 _log.error("request_given_up", request_id=request.submit.request_id)
                 request.events.put_nowait(

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 import grpc
 import psutil
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cachewarmd import options
@@ -82,7 +81,7 @@ class Front:
         self._socket = config.daemon_socket(environ)
         self._state = FrontState(model, config.model_name, str(self._socket or ""))
         self._router = Router(config.max_queue)
-        self._health = HealthServicer()
+        self._health = health.aio.HealthServicer()
         self._stop = asyncio.Event()
         self._cut = asyncio.Event()
         self._provider: asyncio.Task[None] | None = None

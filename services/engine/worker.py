@@ -50,7 +50,7 @@ _log = structlog.get_logger()
 
 _MIN_LOOKUP_BUDGET_S = 0.020
 _LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
-_IDLE_POLL_S = 0.5
+_OWED_POLL_S = 0.5
 
 
 @dataclass
@@ -115,8 +115,10 @@ class Worker:
 
     def _take_messages(self) -> None:
         is_idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
+        # A publish that is owed must be looked after; otherwise sleep until somebody speaks.
+        is_owed = self._cache is not None and self._cache.num_pending > 0
         try:
-            message = self._inbox.get(block=is_idle, timeout=_IDLE_POLL_S if is_idle else None)
+            message = self._inbox.get(block=is_idle, timeout=_OWED_POLL_S if is_owed else None)
             while True:
                 self._handle(message)
                 message = self._inbox.get_nowait()
@@ -161,6 +163,9 @@ class Worker:
         """Take over what is sealed already; the rest is computed from there."""
         state = self._states[sequence]
         state.clock.admitted = time.monotonic()
+        if sequence.num_output and (reason := self._reason_to_stop(sequence)):
+            self._finish(sequence, reason)  # an earlier attempt died between its last two messages
+            return
         if sequence.max_length > self._pool.num_blocks * self._block_size:
             self._fail(sequence, self._too_large(sequence))
             return
@@ -259,10 +264,16 @@ class Worker:
         self._channel.send(
             Output(submit.request_id, submit.attempt, submit.sample_index, index, [token])
         )
-        if token in submit.stop_token_ids:
-            self._finish(sequence, "stop")
-        elif sequence.num_output >= submit.max_tokens:
-            self._finish(sequence, "length")
+        if reason := self._reason_to_stop(sequence):
+            self._finish(sequence, reason)
+
+    @staticmethod
+    def _reason_to_stop(sequence: Sequence) -> str:
+        """Why the last output token is the last one; "" = it is not."""
+        submit = sequence.submit
+        if sequence.tokens[-1] in submit.stop_token_ids:
+            return "stop"
+        return "length" if sequence.num_output >= submit.max_tokens else ""
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         self._finish(sequence, "error", (type(error).__name__, str(error)))

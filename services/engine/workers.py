@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
+from cachewarmd import options
 
 from engine.channel import AsyncChannel, BrokenChannelError
 from engine.config import WorkerConfig
@@ -94,7 +95,10 @@ class WorkerSupervisor:
             await self._close()
 
     async def _listen(self) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            options.ensure_private_dir(self._path.parent)
+        except options.OptionError as exc:
+            raise StartError(str(exc)) from exc
         if self._path.exists() and stat.S_ISSOCK(self._path.lstat().st_mode):
             self._path.unlink()  # of an engine that died on this port; we hold the port now
         before = os.umask(0o177)
