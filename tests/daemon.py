@@ -221,6 +221,17 @@ def private_pool(num_bytes: int, seals: int = segment.F_SEAL_SHRINK) -> Iterator
         os.close(fd)
 
 
+def fake_cgroup(root: Path, limit: int | None, used: int = 0, inactive_file: int = 0) -> None:
+    """A cgroup2 tree for `--cgroup-root` with this process's own group, limited (None: not)."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line for line in lines if line.startswith("0::")), "0::/")
+    folder = root / own.removeprefix("0::").lstrip("/")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text("max\n" if limit is None else f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\nfile 7\n")
+
+
 def open_fds() -> int:
     """How many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
@@ -241,3 +252,14 @@ def daemon(short_dir: Path) -> Iterator[Daemon]:
     """A running daemon with the smallest pool."""
     with Daemon(short_dir / "s", "64MiB") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def module_daemon() -> Iterator[Daemon]:
+    """One for all tests of a module that leave it as it is, apart from their own keys and models."""
+    folder = Path(tempfile.mkdtemp(prefix="cw-", dir="/tmp"))
+    try:
+        with Daemon(folder / "s", "64MiB") as running:
+            yield running
+    finally:
+        shutil.rmtree(folder)

@@ -133,10 +133,11 @@ class SharedCache:
             pb.ROLE_ENGINE,
             "worker",
             private_pool=self._private,
-            on_event=self._on_event,
+            on_event=self.on_event,
         )
 
-    def _on_event(self, envelope: pb.Envelope) -> None:
+    def on_event(self, envelope: pb.Envelope) -> None:
+        """For every client that this object uses, also the one given to `start`."""
         if envelope.WhichOneof("body") is None:  # the connection ended
             self._retry_now.set()
             self._wake()

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-from cachewarmd import options
 
+from cachewarmd import options
 from engine.channel import AsyncChannel, BrokenChannelError
 from engine.config import WorkerConfig
 from engine.errors import StartError

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
 from tests.daemon import Daemon
 from tests.engine import Engine
 from tests.fixtures.models import greedy_numpy

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.daemon import Daemon
 from tests.e2e.conftest import Oracle
 from tests.engine import Engine, evict_all, make_prompt, num_sealed

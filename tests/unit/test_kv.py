@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.daemon import private_pool
 
 from cachewarmd import kv, layout
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
@@ -19,17 +26,16 @@ from cachewarmd.keys import block_key
 from cachewarmd.kv import Block, BlockStore, NewBlock, Source, StampInfo
 from cachewarmd.layout import EXTENT_BYTES, BlockState
 from cachewarmd.pool import Pool
-from tests.daemon import private_pool
 
 B = 4  # tokens of a full block
 ROOT = b"r" * 32
 # Large slots fill a pool of one extent at once; content is a tag and, for the rest, a hole.
 SLOT_BYTES = 8 << 20
 CAPACITY = EXTENT_BYTES // SLOT_BYTES
-Path_ = tuple[tuple[int, ...], ...]  # a chain: the tokens of each of its blocks
+Chain = tuple[tuple[int, ...], ...]  # a chain: the tokens of each of its blocks
 
 
-def key_of(path: Path_) -> bytes:
+def key_of(path: Chain) -> bytes:
     """Key of the last block of a chain; the root's for an empty one."""
     key = ROOT
     for tokens in path:
@@ -37,11 +43,11 @@ def key_of(path: Path_) -> bytes:
     return key
 
 
-def keys_of(path: Path_) -> list[bytes]:
+def keys_of(path: Chain) -> list[bytes]:
     return [key_of(path[: i + 1]) for i in range(len(path))]
 
 
-def full(*labels: int) -> Path_:
+def full(*labels: int) -> Chain:
     """A chain of full blocks."""
     return tuple((label,) * B for label in labels)
 
@@ -64,7 +70,7 @@ class Harness:
         """A lease of nothing, to publish under."""
         return self.store.lookup(info or self.info, [], [])[0]
 
-    def publish(self, lease: int, path: Path_, start: int = 0) -> tuple[list[Block], str]:
+    def publish(self, lease: int, path: Chain, start: int = 0) -> tuple[list[Block], str]:
         """Publish the blocks of `path` from number `start` on, one at a time as content differs."""
         sealed: list[Block] = []
         for index in range(start, len(path)):
@@ -75,7 +81,7 @@ class Harness:
                 return sealed, refused
         return sealed, ""
 
-    def element(self, path: Path_) -> NewBlock:
+    def element(self, path: Chain) -> NewBlock:
         """The last block of `path`, with its key as content."""
         key = key_of(path)
         os.pwrite(self.fd, key, 0)
@@ -84,7 +90,7 @@ class Harness:
     def source(self) -> Source:
         return Source(self.fd, self.source_bytes, lambda: self.is_open)
 
-    def seal_free(self, path: Path_) -> None:
+    def seal_free(self, path: Chain) -> None:
         """Publish a chain and keep no lease on it."""
         lease = self.lease()
         assert self.publish(lease, path) == ([self.block(key) for key in keys_of(path)], "")
@@ -93,7 +99,7 @@ class Harness:
     def block(self, key: bytes) -> Block:
         return self.store._index[key]
 
-    def is_sealed(self, path: Path_) -> bool:
+    def is_sealed(self, path: Chain) -> bool:
         return self.store.peek([key_of(path)]) == 1
 
     def check(self) -> None:
@@ -541,7 +547,7 @@ def test_invariant_check_sees_each_kind_of_damage(spoil: object) -> None:
 
 @dataclass
 class ModelBlock:
-    path: Path_
+    path: Chain
     used: int
     leases: int = 0
 
@@ -554,15 +560,15 @@ class Model:
     """The same rules, written with plain dicts and full scans."""
 
     def __init__(self) -> None:
-        self.blocks: dict[Path_, ModelBlock] = {}
-        self.leases: dict[int, Path_ | None] = {}
+        self.blocks: dict[Chain, ModelBlock] = {}
+        self.leases: dict[int, Chain | None] = {}
         self.clock = 0
 
     def tick(self) -> int:
         self.clock += 1
         return self.clock
 
-    def move(self, lease: int, path: Path_ | None) -> None:
+    def move(self, lease: int, path: Chain | None) -> None:
         before = self.leases.get(lease)
         self.leases[lease] = path
         if path is not None:
@@ -572,7 +578,7 @@ class Model:
             self.blocks[before].leases -= 1
             self.blocks[before].used = self.tick()
 
-    def lookup(self, lease: int, path: Path_) -> list[Path_]:
+    def lookup(self, lease: int, path: Chain) -> list[Chain]:
         found = []
         for end in range(1, len(path) + 1):
             if path[:end] not in self.blocks:
@@ -581,16 +587,16 @@ class Model:
         self.move(lease, found[-1] if found else None)
         return found
 
-    def has_children(self, path: Path_) -> bool:
+    def has_children(self, path: Chain) -> bool:
         return any(other[:-1] == path for other in self.blocks)
 
-    def drop(self, path: Path_) -> None:
+    def drop(self, path: Chain) -> None:
         used = self.blocks.pop(path).used
         if path[:-1]:
             parent = self.blocks[path[:-1]]
             parent.used = max(parent.used, used)
 
-    def publish(self, lease: int, path: Path_, start: int, is_open: bool) -> tuple[int, str]:
+    def publish(self, lease: int, path: Chain, start: int, is_open: bool) -> tuple[int, str]:
         sealed = 0
         for end in range(start + 1, len(path) + 1):
             node, parent = path[:end], path[: end - 1]
@@ -606,7 +612,7 @@ class Model:
             self.move(lease, node)
         return sealed, ""
 
-    def make_room(self, keep: Path_) -> bool:
+    def make_room(self, keep: Chain) -> bool:
         free = [
             block
             for path, block in self.blocks.items()
@@ -628,7 +634,7 @@ class Model:
 BLOCKS = st.tuples(st.integers(0, 2), st.sampled_from([1, 2, B, B, B])).map(
     lambda drawn: (drawn[0],) * drawn[1]
 )
-PATHS: st.SearchStrategy[Path_] = st.lists(BLOCKS, min_size=1, max_size=4).map(tuple)
+PATHS: st.SearchStrategy[Chain] = st.lists(BLOCKS, min_size=1, max_size=4).map(tuple)
 
 
 class RandomHistory(RuleBasedStateMachine):
@@ -643,7 +649,7 @@ class RandomHistory(RuleBasedStateMachine):
         self.harness.store.evict(lambda _: True)
 
     @rule(target=leases, path=PATHS)
-    def lookup(self, path: Path_) -> int:
+    def lookup(self, path: Chain) -> int:
         """Tails can only be the last block, so a short one in the middle ends the question."""
         end = next((i for i, block in enumerate(path) if len(block) < B), len(path))
         asked = path[: end + 1]
@@ -655,7 +661,7 @@ class RandomHistory(RuleBasedStateMachine):
         return lease
 
     @rule(lease=leases, path=PATHS, start=st.integers(0, 1), is_open=st.integers(0, 5))
-    def publish(self, lease: int, path: Path_, start: int, is_open: int) -> None:
+    def publish(self, lease: int, path: Chain, start: int, is_open: int) -> None:
         self.harness.is_open = is_open > 0
         start = min(start, len(path) - 1)
         sealed, refused = self.harness.publish(lease, path, start)
@@ -689,8 +695,6 @@ class RandomHistory(RuleBasedStateMachine):
 
 def test_random_histories_agree_with_a_plain_model(harness: Harness) -> None:
     """Fifty random histories of up to thirty steps; the pool is the same for all of them."""
-    from hypothesis.stateful import run_state_machine_as_test
-
     class OnThisPool(RandomHistory):
         pass
 
@@ -701,6 +705,8 @@ def test_random_histories_agree_with_a_plain_model(harness: Harness) -> None:
             max_examples=50,
             stateful_step_count=30,
             deadline=None,
+            # Shrinking a failure takes minutes here; add Phase.shrink when there is one.
+            phases=[Phase.reuse, Phase.generate],
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )

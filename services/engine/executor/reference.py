@@ -60,10 +60,8 @@ class ReferenceExecutor:
                 return keys, values
             return torch.cat((before[0], keys), 1), torch.cat((before[1], values), 1)
 
-        logits = self._decoder.forward(
-            torch.tensor(chunk.token_ids), chunk.start, kv_cache, needs_logits=chunk.needs_logits
-        )
-        return None if logits is None else logits.numpy()
+        hidden = self._decoder.forward(torch.tensor(chunk.token_ids), chunk.start, kv_cache)
+        return self._decoder.logits(hidden[-1]).numpy() if chunk.needs_logits else None
 
     def _read(self, blocks: list[torch.Tensor], layer: int, end: int) -> torch.Tensor | None:
         """K and V of positions 0 … end-1: [2, G, end, D]."""

@@ -28,10 +28,8 @@ class Decoder:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
         self._inverse_frequencies = 1.0 / config.rope_theta ** (half / config.head_dim)
 
-    def forward(
-        self, token_ids: torch.Tensor, start: int, kv_cache: KVCache, *, needs_logits: bool
-    ) -> torch.Tensor | None:
-        """Run a chunk of T tokens at positions start…; logits [vocab] of its last token."""
+    def forward(self, token_ids: torch.Tensor, start: int, kv_cache: KVCache) -> torch.Tensor:
+        """Run a chunk of T tokens at positions start…; their last hidden states [T, hidden]."""
         config = self._config
         hidden = F.embedding(token_ids, self._weights[EMBEDDING])
         rotary = self._rotary(start, len(token_ids))
@@ -43,9 +41,11 @@ class Decoder:
             gate = F.silu(F.linear(normed, self._weights[prefix + "mlp.gate_proj.weight"]))
             up = F.linear(normed, self._weights[prefix + "mlp.up_proj.weight"])
             hidden = hidden + F.linear(gate * up, self._weights[prefix + "mlp.down_proj.weight"])
-        if not needs_logits:
-            return None
-        return F.linear(self._norm(hidden[-1], FINAL_NORM), self._head)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[…, hidden] as `forward` returns it -> […, vocab]."""
+        return F.linear(self._norm(hidden, FINAL_NORM), self._head)
 
     def _attention(
         self,

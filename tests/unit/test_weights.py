@@ -1,0 +1,481 @@
+"""Weight files in, sealed segments out: what is refused, what is read how, what can't change."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tests.daemon import open_fds
+
+from cachewarmd import segment, weights
+from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError, NoSpaceError
+from cachewarmd.v1 import control_pb2 as pb
+from cachewarmd.weights import INDEX_NAME, SINGLE_NAME, Segment
+
+Header = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_fd_leak() -> Iterator[None]:
+    """Every test here must close what it opened, and so must the code after every error."""
+    before = open_fds()
+    yield
+    assert open_fds() == before
+
+
+def entry(shape: list[int], start: int, end: int, dtype: str = "F32") -> Header:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def write_file(path: Path, header: Header | bytes, data: bytes) -> bytes:
+    """A safetensors file, right or wrong; returns its bytes."""
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    whole = struct.pack("<Q", len(head)) + head + data
+    path.write_bytes(whole)
+    return whole
+
+
+def plan_of(*items: tuple[str, list[int], str, int], copy: bool = False) -> pb.PackPlan:
+    """Tensors (name, shape, dtype in the file, bytes in the file), 64-byte aligned in order."""
+    plan = pb.PackPlan(description="test")
+    offset = 0
+    for name, shape, _, num_bytes in items:
+        size = num_bytes if copy else 4 * int(np.prod(shape, dtype=int))
+        op, dtype = (pb.PACK_OP_COPY, "") if copy else (pb.PACK_OP_CAST, "F32")
+        plan.tensors.add(
+            name=name, op=op, shape=shape, dtype=dtype, offset=offset, num_bytes=size
+        )
+        offset += -(-size // 64) * 64
+    plan.segment_bytes = max(offset, 64)
+    return plan
+
+
+ONE = plan_of(("a", [2], "F32", 8))
+
+
+def load(
+    folder: Path, plan: pb.PackPlan = ONE, progress: weights.Progress = lambda *_: None
+) -> tuple[Segment, npt.NDArray[np.uint8]]:
+    """Load, and map what was loaded; the segment's own descriptor is closed."""
+    dir_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        loaded, _ = weights.load(dir_fd, plan, progress, follow=False)
+    finally:
+        os.close(dir_fd)
+    try:
+        memory = np.array(segment.map_memory(loaded.fd, loaded.size))
+    finally:
+        os.close(loaded.fd)
+    return loaded, memory
+
+
+def floats(memory: npt.NDArray[np.uint8], plan: pb.PackPlan, name: str) -> list[float]:
+    item = next(tensor for tensor in plan.tensors if tensor.name == name)
+    data = memory[item.offset : item.offset + item.num_bytes].tobytes()
+    return [value for (value,) in struct.iter_unpack("<f", data)]
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+MALFORMED: Mapping[str, tuple[Header | bytes, bytes, str]] = {
+    "truncated data": ({"a": entry([2], 0, 8)}, bytes(7), "truncated"),
+    "padded data": ({"a": entry([2], 0, 8)}, bytes(9), "truncated or padded"),
+    "hole": ({"a": entry([2], 0, 8), "b": entry([1], 12, 16)}, bytes(16), "hole or overlap"),
+    "hole at the start": ({"a": entry([2], 8, 16)}, bytes(16), "hole or overlap"),
+    "overlap": ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12), "hole or overlap"),
+    "duplicate name": (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+        b'"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}',
+        bytes(16),
+        "duplicate name",
+    ),
+    "not JSON": (b"{]", bytes(8), "malformed header"),
+    "not UTF-8": (b'{"\xff":1}', bytes(8), "malformed header"),
+    "too deep": (b"[" * 100_000, b"", "malformed header"),
+    "not an object": (b"[1]", bytes(8), "not an object"),
+    "wrong byte count": ({"a": entry([2], 0, 4)}, bytes(4), "4 bytes for shape"),
+    "negative offset": ({"a": entry([2], -8, 0)}, b"", "not a size"),
+    "negative dimension": ({"a": entry([-2], 0, 8)}, bytes(8), "not a size"),
+    "fraction": ({"a": entry([2.0], 0, 8)}, bytes(8), "not a size"),  # type: ignore[list-item]
+    "boolean": ({"a": entry([True, 2], 0, 8)}, bytes(8), "not a size"),
+    "huge dimension": ({"a": entry([1 << 62, 1 << 62], 0, 8)}, bytes(8), "8 bytes for shape"),
+    "many dimensions": ({"a": entry([1] * 1000, 0, 4)}, bytes(4), "1000 dimensions"),
+    "unknown dtype": ({"a": entry([2], 0, 8, "F31")}, bytes(8), "malformed"),
+    "dtype is a list": ({"a": {**entry([2], 0, 8), "dtype": []}}, bytes(8), "malformed"),
+    "one offset": ({"a": {**entry([2], 0, 8), "data_offsets": [0]}}, bytes(8), "malformed"),
+    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8), "malformed"),
+    "entry is a number": ({"a": 1}, bytes(8), "malformed"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_file_is_refused_with_its_name_and_reason(case: str, tmp_path: Path) -> None:
+    """Anything that is not exactly a safetensors file is an error, before anything is allocated."""
+    header, data, reason = MALFORMED[case]
+    write_file(tmp_path / SINGLE_NAME, header, data)
+    with pytest.raises(ModelFilesError, match=f"{SINGLE_NAME}.*{reason}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, weights.MAX_HEADER_BYTES + 1, 100])
+def test_header_length_is_not_believed(length: int, tmp_path: Path) -> None:
+    """A length beyond the file or the limit is refused without reading or allocating that much."""
+    (tmp_path / SINGLE_NAME).write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(ModelFilesError, match="truncated, malformed or over"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567"])
+def test_file_too_short_for_a_length_is_refused(data: bytes, tmp_path: Path) -> None:
+    """Not even eight bytes."""
+    (tmp_path / SINGLE_NAME).write_bytes(data)
+    with pytest.raises(ModelFilesError, match="truncated"):
+        load(tmp_path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    """An empty directory is an error that says which file was looked for."""
+    with pytest.raises(ModelFilesError, match=f"{SINGLE_NAME}: No such file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "link"])
+def test_only_plain_files_are_opened(kind: str, tmp_path: Path) -> None:
+    """Neither a FIFO (it would hang) nor a link (it may lead anywhere) is followed."""
+    path = tmp_path / SINGLE_NAME
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        write_file(tmp_path / "elsewhere", {"a": entry([2], 0, 8)}, bytes(8))
+        path.symlink_to("elsewhere")
+    with pytest.raises(ModelFilesError, match=SINGLE_NAME):
+        load(tmp_path)
+
+
+INDEXES: Mapping[str, tuple[Any, str]] = {
+    "missing shard": ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors: No such file"),
+    "parent directory": ({"weight_map": {"a": "../x.safetensors"}}, "not a file name"),
+    "absolute path": ({"weight_map": {"a": "/etc/passwd"}}, "not a file name"),
+    "the directory itself": ({"weight_map": {"a": "."}}, "not a file name"),
+    "NUL": ({"weight_map": {"a": "x\0y"}}, "not a file name"),
+    "lone surrogate": ({"weight_map": {"a": "\ud800"}}, "not a file name"),
+    "not an object": ([1, 2], "malformed"),
+    "no map": ({}, "malformed"),
+    "map is a list": ({"weight_map": ["a"]}, "malformed"),
+    "empty map": ({"weight_map": {}}, "malformed"),
+    "number for a file": ({"weight_map": {"a": 1}}, "malformed"),
+    "list for a file": ({"weight_map": {"a": ["b"]}}, "malformed"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_bad_index_is_refused(case: str, tmp_path: Path) -> None:
+    """An index that is no index, or that leads out of the directory, is an error."""
+    content, reason = INDEXES[case]
+    (tmp_path / INDEX_NAME).write_text(json.dumps(content))
+    write_file(tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8)}, bytes(8))
+    with pytest.raises(ModelFilesError, match=reason):
+        load(tmp_path)
+
+
+def test_index_that_can_not_be_opened_is_not_passed_over(tmp_path: Path) -> None:
+    """Only a missing index means that there is a single file."""
+    (tmp_path / INDEX_NAME).symlink_to("nowhere")
+    write_file(tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8)}, bytes(8))
+    with pytest.raises(ModelFilesError, match=INDEX_NAME):
+        load(tmp_path)
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    """Which of the two is meant can't be told."""
+    write_shards(tmp_path, {"1": b"\1" * 8, "2": b"\2" * 8}, name="a")
+    with pytest.raises(ModelFilesError, match="a: is in another file too"):
+        load(tmp_path)
+
+
+# -- what is read ---------------------------------------------------------------------------------
+
+
+def write_shards(folder: Path, contents: Mapping[str, bytes], name: str = "") -> list[bytes]:
+    """One F32[2] tensor for each shard; returns the files' bytes in name order."""
+    files = [
+        write_file(folder / f"{part}.safetensors", {name or part: entry([2], 0, 8)}, data)
+        for part, data in contents.items()
+    ]
+    weight_map = {name or part: f"{part}.safetensors" for part in contents}
+    if name:
+        weight_map = {part: f"{part}.safetensors" for part in contents}
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return files
+
+
+def test_digest_is_the_sha256_of_the_file(tmp_path: Path) -> None:
+    """`sha256sum` of the weight file gives the same."""
+    whole = write_file(
+        tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8)}, struct.pack("<2f", 1.5, -2.0)
+    )
+    loaded, memory = load(tmp_path)
+    assert loaded.weights_sha256 == hashlib.sha256(whole).digest()
+    assert floats(memory, ONE, "a") == [1.5, -2.0]
+
+
+def test_digest_of_shards_is_the_sha256_of_their_digests_in_name_order(tmp_path: Path) -> None:
+    """Whatever order the index names them in."""
+    contents = {"z": struct.pack("<2f", 1, 2), "b": struct.pack("<2f", 3, 4)}
+    last, first = write_shards(tmp_path, contents)
+    plan = plan_of(("z", [2], "F32", 8), ("b", [2], "F32", 8))
+    loaded, memory = load(tmp_path, plan)
+    digests = b"".join(hashlib.sha256(whole).digest() for whole in (first, last))
+    assert loaded.weights_sha256 == hashlib.sha256(digests).digest()
+    assert floats(memory, plan, "z") == [1, 2]
+    assert floats(memory, plan, "b") == [3, 4]
+
+
+def test_files_that_nobody_names_are_ignored(tmp_path: Path) -> None:
+    """A consolidated file beside the shards, or a shard beside the single file, is not read."""
+    write_shards(tmp_path, {"a": struct.pack("<2f", 1, 2)})
+    (tmp_path / "consolidated.safetensors").write_bytes(b"junk")
+    (tmp_path / SINGLE_NAME).write_bytes(b"junk")
+    assert floats(load(tmp_path)[1], ONE, "a") == [1, 2]
+
+
+def test_metadata_is_no_tensor(tmp_path: Path) -> None:
+    """The header's `__metadata__` is skipped."""
+    header = {"__metadata__": {"format": "pt"}, "a": entry([2], 0, 8)}
+    write_file(tmp_path / SINGLE_NAME, header, struct.pack("<2f", 1, 2))
+    assert floats(load(tmp_path)[1], ONE, "a") == [1, 2]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_scalars_and_empty_tensors_load(copy: bool, tmp_path: Path) -> None:
+    """Zero dimensions is one element; a zero among them is none."""
+    header = {"e": entry([0, 3], 0, 0), "s": entry([], 0, 4), "f": entry([3, 0], 4, 4)}
+    write_file(tmp_path / SINGLE_NAME, header, struct.pack("<f", 2.5))
+    plan = plan_of(("e", [0, 3], "F32", 0), ("s", [], "F32", 4), ("f", [0], "F32", 0), copy=copy)
+    plan.tensors[2].shape[:] = [3, 0]
+    assert floats(load(tmp_path, plan)[1], plan, "s") == [2.5]
+
+
+def test_casts_to_float32_are_exact(tmp_path: Path) -> None:
+    """BF16, F16 and F32 give the values that struct and bit arithmetic give."""
+    bf16 = np.arange(1 << 16, dtype="<u2")
+    f16 = np.arange(1 << 16, dtype="<u2")
+    f32 = np.random.default_rng(1).integers(0, 1 << 32, 1000, dtype=np.uint32).astype("<u4")
+    data = bf16.tobytes() + f16.tobytes() + f32.tobytes()
+    ends = np.cumsum([bf16.nbytes, f16.nbytes, f32.nbytes]).tolist()
+    header = {
+        "bf16": entry([256, 256], 0, ends[0], "BF16"),
+        "f16": entry([1 << 16], ends[0], ends[1], "F16"),
+        "f32": entry([1000], ends[1], ends[2]),
+    }
+    write_file(tmp_path / SINGLE_NAME, header, data)
+    plan = plan_of(
+        ("bf16", [256, 256], "", 0), ("f16", [1 << 16], "", 0), ("f32", [1000], "", 0)
+    )
+    _, memory = load(tmp_path, plan)
+    got = {
+        item.name: memory[item.offset : item.offset + item.num_bytes].view("<u4")
+        for item in plan.tensors
+    }
+    assert np.array_equal(got["bf16"], bf16.astype(np.uint32) << 16)
+    assert np.array_equal(got["f32"], f32)
+    by_hand = [value for (value,) in struct.iter_unpack("<e", f16.tobytes())]
+    np.testing.assert_array_equal(got["f16"].view("<f4"), np.array(by_hand, "<f4"))
+
+
+def test_copy_keeps_bytes_of_any_dtype(tmp_path: Path) -> None:
+    """COPY does not look at what it copies."""
+    header = {"q": entry([3], 0, 3, "I8"), "w": entry([2], 3, 7, "BF16")}
+    write_file(tmp_path / SINGLE_NAME, header, b"abcdefg")
+    plan = plan_of(("q", [3], "I8", 3), ("w", [2], "BF16", 4), copy=True)
+    _, memory = load(tmp_path, plan)
+    assert memory[:3].tobytes() == b"abc"
+    assert memory[64:68].tobytes() == b"defg"
+    assert not memory[3:64].any()
+
+
+def test_tensor_larger_than_a_chunk_is_packed_whole(tmp_path: Path) -> None:
+    """Chunk borders inside a tensor leave no seam, and progress ends at the total."""
+    values = np.arange(5 << 20, dtype="<u2")  # 10 MiB of BF16
+    write_file(
+        tmp_path / SINGLE_NAME,
+        {"a": entry([len(values)], 0, values.nbytes, "BF16")},
+        values.tobytes(),
+    )
+    plan = plan_of(("a", [len(values)], "BF16", values.nbytes))
+    told: list[tuple[str, int, int]] = []
+    _, memory = load(tmp_path, plan, lambda *args: told.append(args))
+    assert np.array_equal(memory[: 4 * len(values)].view("<u4"), values.astype(np.uint32) << 16)
+    size = (tmp_path / SINGLE_NAME).stat().st_size
+    assert told[-1] == ("hash and pack", size, size)
+    assert len(told) >= 3
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+def spoil(change: Callable[[pb.PackPlan], None]) -> pb.PackPlan:
+    plan = plan_of(("a", [2], "F32", 8), ("b", [1], "F32", 4))
+    change(plan)
+    return plan
+
+
+def set_item(number: int, **fields: Any) -> pb.PackPlan:
+    def change(plan: pb.PackPlan) -> None:
+        for name, value in fields.items():
+            if name == "shape":
+                plan.tensors[number].shape[:] = value
+            else:
+                setattr(plan.tensors[number], name, value)
+
+    return spoil(change)
+
+
+def set_segment_bytes(size: int) -> pb.PackPlan:
+    def change(plan: pb.PackPlan) -> None:
+        plan.segment_bytes = size
+
+    return spoil(change)
+
+
+BAD_PLANS: Mapping[str, tuple[pb.PackPlan, type[CachewarmError], str]] = {
+    "no such tensor": (set_item(0, name="x"), ModelFilesError, "tensor x is missing"),
+    "other shape": (set_item(0, shape=[1, 2]), ModelFilesError, r"has shape \[2\].*\[1, 2\]"),
+    "same tensor twice": (
+        set_item(1, name="a", shape=[2], num_bytes=8), InvalidRequestError, "placed twice",
+    ),
+    "overlap": (set_item(1, offset=0), InvalidRequestError, "overlap"),
+    "not aligned": (set_item(1, offset=100), InvalidRequestError, "alignment"),
+    "wrong size": (set_item(1, num_bytes=5), InvalidRequestError, "bad size"),
+    "no op": (set_item(1, op=pb.PACK_OP_UNSPECIFIED), InvalidRequestError, "op or dtype"),
+    "unknown dtype": (set_item(1, dtype="F64"), InvalidRequestError, "op or dtype 'F64'"),
+    "segment too small": (set_segment_bytes(64), InvalidRequestError, "too small"),
+    "no segment": (set_segment_bytes(0), InvalidRequestError, "segment_bytes"),
+    "segment too large": (set_segment_bytes(1 << 63), InvalidRequestError, "segment_bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_bad_plan_is_refused_and_names_the_tensor(case: str, tmp_path: Path) -> None:
+    """A plan that can't be, or files that don't have what it asks for, cost no memory."""
+    write_file(
+        tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8), "b": entry([1], 8, 12)}, bytes(12)
+    )
+    plan, error, reason = BAD_PLANS[case]
+    with pytest.raises(error, match=reason):
+        load(tmp_path, plan)
+
+
+def test_integers_can_not_be_cast(tmp_path: Path) -> None:
+    """A quantised tensor is an error that names it, not a wrong number."""
+    write_file(tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8, "I32")}, bytes(8))
+    with pytest.raises(ModelFilesError, match="tensor a is I32"):
+        load(tmp_path)
+
+
+def test_layout_id_follows_the_plan_alone() -> None:
+    """The same plan has the same id, any change another."""
+    again = pb.PackPlan.FromString(ONE.SerializeToString())
+    assert weights.layout_id(again) == weights.layout_id(ONE)
+    again.tensors[0].offset += 64
+    assert weights.layout_id(again) != weights.layout_id(ONE)
+
+
+# -- what can't change ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Iterator[int]:
+    """The daemon's own descriptor of a sealed segment."""
+    write_file(tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8)}, struct.pack("<2f", 1, 2))
+    dir_fd = os.open(tmp_path, os.O_RDONLY)
+    loaded, _ = weights.load(dir_fd, ONE, lambda *_: None, follow=False)
+    os.close(dir_fd)
+    yield loaded.fd
+    os.close(loaded.fd)
+
+
+def test_sealed_segment_can_not_be_written_by_anybody(sealed: int) -> None:
+    """Not even through the daemon's own descriptor: write, resize, map and unseal all fail."""
+    with pytest.raises(PermissionError):
+        os.pwrite(sealed, b"x", 0)
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(sealed, size)
+    with pytest.raises(PermissionError):
+        mmap.mmap(sealed, 64, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(sealed, segment.F_ADD_SEALS, 0x10)
+    seals = fcntl.fcntl(sealed, segment.F_GET_SEALS)
+    wanted = segment.F_SEAL_WRITE | segment.F_SEAL_SHRINK | segment.F_SEAL_GROW
+    assert seals & wanted == wanted
+    assert seals & segment.F_SEAL_SEAL
+
+
+def test_descriptor_for_clients_can_only_be_read(sealed: int) -> None:
+    """No writable map, and a map made for reading can't be made writable afterwards."""
+    readonly = segment.reopen_readonly(sealed)
+    try:
+        with pytest.raises(PermissionError):
+            mmap.mmap(readonly, 64, mmap.MAP_SHARED, mmap.PROT_WRITE)
+        array = segment.map_memory(readonly, 64)
+        assert not array.flags.writeable
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(array.ctypes.data)
+        assert libc.mprotect(address, 4096, mmap.PROT_READ | mmap.PROT_WRITE) == -1
+        assert array[:8].tobytes() == struct.pack("<2f", 1, 2)
+    finally:
+        os.close(readonly)
+
+
+def test_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """Bytes of two versions are never served as one, whatever the clock of the file says."""
+    path = tmp_path / SINGLE_NAME
+    write_file(path, {"a": entry([2], 0, 8)}, struct.pack("<2f", 1, 2))
+    info = path.stat()
+
+    def change(*_: object) -> None:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+        os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+    with pytest.raises(ModelFilesError, match="changed while it was read"):
+        load(tmp_path, ONE, change)
+
+
+def test_file_that_is_truncated_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    """A short read is an error, not a segment that ends in zeros."""
+    path = tmp_path / SINGLE_NAME
+    write_file(path, {"a": entry([2], 0, 8)}, bytes(8))
+    with pytest.raises(ModelFilesError, match="truncated while"):
+        load(tmp_path, ONE, lambda *_: os.truncate(path, 20))
+
+
+def test_refused_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What the budget refuses is raised as it is, and the segment is closed."""
+    write_file(tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8)}, bytes(8))
+
+    def refuse(fd: int, size: int, _: Callable[[int], None]) -> None:
+        assert os.fstat(fd).st_size == size
+        raise NoSpaceError("no")
+
+    dir_fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(NoSpaceError):
+            weights.load(dir_fd, ONE, lambda *_: None, follow=False, allocate=refuse)
+    finally:
+        os.close(dir_fd)
