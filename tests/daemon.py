@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 import pytest
 
@@ -73,10 +74,10 @@ class Daemon:
     ) -> None:
         self.socket = socket
         self._flags = ["--socket", str(socket), "--pool-bytes", pool_bytes, *extra]
-        self._prelude = prelude
-        self._uid = uid
+        self._prelude = prelude if uid is None else f"{become(uid)}\n{prelude}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()
+        self._log_file: IO[bytes] | None = None
+        self._log = ""
 
     def start(self) -> Daemon:
         """Returns when it serves. Raises StartFailedError when it ends instead."""
@@ -86,13 +87,13 @@ class Daemon:
     def launch(self) -> None:
         """Only the first half of `start`."""
         code = f"{self._prelude}\nfrom cachewarmd.__main__ import main; raise SystemExit(main())"
+        self._log_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `wait`
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code, *self._flags],
             env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=self._log,
-            user=self._uid,
+            stderr=self._log_file,
         )
 
     def wait_ready(self) -> Daemon:
@@ -115,8 +116,10 @@ class Daemon:
 
     def log(self) -> str:
         """What it wrote to stderr so far."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
+        if self._log_file is not None:
+            self._log_file.seek(0)
+            self._log = self._log_file.read().decode(errors="replace")
+        return self._log
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -127,6 +130,10 @@ class Daemon:
         status = self._process.wait(PATIENCE_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
+        self.log()
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = None
         return status
 
     def signal(self, number: int) -> None:
@@ -166,10 +173,7 @@ class Daemon:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self.stop()
-        finally:
-            self._log.close()
+        self.stop()
 
     def client(
         self,
@@ -192,6 +196,14 @@ class Daemon:
         """Asked on a connection of its own."""
         with self.client() as client:
             return client.call(pb.Envelope(status=pb.Status()), PATIENCE_S)[0].status_reply
+
+
+def become(uid: int) -> str:
+    """Code that turns a root process into another user's, once our modules are imported.
+
+    Not from the start: that user may be unable to read the interpreter or the source tree.
+    """
+    return f"import os, cachewarmd.__main__\nos.setgroups([]); os.setgid({uid}); os.setuid({uid})"
 
 
 def wait_readable(fd: int, limit_s: float = PATIENCE_S) -> bool:
@@ -256,7 +268,7 @@ def daemon(short_dir: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def module_daemon() -> Iterator[Daemon]:
-    """One for all tests of a module that leave it as it is, apart from their own keys and models."""
+    """One for all tests of a module that leave it as it is, apart from their keys and models."""
     folder = Path(tempfile.mkdtemp(prefix="cw-", dir="/tmp"))
     try:
         with Daemon(folder / "s", "64MiB") as running:

@@ -65,6 +65,10 @@ class Stream:
     thread: threading.Thread | None = None
     _is_cancelled: bool = False
 
+    def cancel(self) -> None:
+        """Leave with the next message."""
+        self._is_cancelled = True
+
     def run(self, events: Iterator[Event]) -> None:
         """What the thread does. Closing the iterator cancels the call."""
         try:

@@ -113,8 +113,9 @@ class Demo:
         self.target = ""
         self.model = Path()
 
-    def write_model(self) -> None:
+    def write_model(self, dest: Path | None) -> None:
         command = [str(BIN / "cachewarm-engine"), "demo-model"]
+        command += [] if dest is None else ["--dest", str(dest)]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if result.returncode:
             raise QuickstartError("the demo model could not be written")
@@ -183,7 +184,7 @@ def chat(system: str, question: str) -> str:
     )
 
 
-def run(demo: Demo) -> dict[str, Any]:
+def run(demo: Demo, model: Path | None) -> dict[str, Any]:
     """The whole demonstration; returns what the table shows."""
     handbook = (ROOT / "examples" / "handbook.txt").read_text()
     system = chat(handbook, "").split("<|im_end|>")[0]
@@ -192,7 +193,7 @@ def run(demo: Demo) -> dict[str, Any]:
     control = chat("Good evening. " + handbook, question)
     prompt = chat(handbook, question)
 
-    demo.write_model()
+    demo.write_model(model)
     with ticking("starting cachewarmd"):
         demo.start_daemon()
     with ticking("starting cachewarm-engine"):
@@ -269,13 +270,14 @@ def main() -> int:
     parser = argparse.ArgumentParser("quickstart")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--model", type=Path, metavar="DIR")
     flags = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="cachewarm-quickstart-"))
     demo = Demo(folder)
     keep = False
     try:
-        result = run(demo)
+        result = run(demo, flags.model)
         keep = flags.keep
         print_table(result)
         if keep:

@@ -51,6 +51,7 @@ _log = structlog.get_logger()
 _MIN_LOOKUP_BUDGET_S = 0.020
 _LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
 _OWED_POLL_S = 0.5
+_PENDING_POLL_S = 0.005
 
 
 @dataclass
@@ -195,9 +196,10 @@ class Worker:
         try:
             sequence.table.make_writable(write_from, chunk.end)
         except OutOfBlocksError:
-            self._fail(sequence, self._too_large(sequence))
+            self._wait_for_blocks(sequence)
             return
-        self._num_tail_copies += sequence.table.num_tail_copies - copies
+        finally:
+            self._num_tail_copies += sequence.table.num_tail_copies - copies
         started = time.monotonic()
         (logits,) = self._executor.forward(
             [
@@ -225,6 +227,13 @@ class Worker:
             self._emit(sequence, state, self._sample(sequence, logits))
         elif chunk.ends_prefill:
             self._finish(sequence, "length")  # max_tokens = 0: prefill only
+
+    def _wait_for_blocks(self, sequence: Sequence) -> None:
+        """Blocks on their way to the daemon come back soon, whether it answers or is given up."""
+        if self._cache is not None and self._cache.num_pending:
+            time.sleep(_PENDING_POLL_S)
+        else:
+            self._fail(sequence, self._too_large(sequence))
 
     def _is_intact(self, sequence: Sequence, state: _Running) -> bool:
         if self._cache is None or state.prefix is None:
@@ -392,16 +401,21 @@ def _build(
     pool_fd, pool_memory = create_private_pool(pool_bytes)
     pool = PrivatePool(pool_memory, block_bytes)
 
+    cache: SharedCache | None = None
+
     def connect() -> Client:
         assert config.cachewarmd is not None
         return Client.connect(
-            config.cachewarmd, pb.ROLE_ENGINE, "worker", private_pool=(pool_fd, pool_bytes)
+            config.cachewarmd,
+            pb.ROLE_ENGINE,
+            "worker",
+            private_pool=(pool_fd, pool_bytes),
+            on_event=lambda event: cache.on_event(event) if cache is not None else None,
         )
 
     weights, client = _attach_weights(config, plan, connect if config.cachewarmd else None)
     executor = ReferenceExecutor(model, plan, weights.memory, config.block_size)
     stamp = _make_stamp(model, weights, executor)
-    cache = None
     if config.cachewarmd is not None:
         cache = SharedCache(
             config.cachewarmd,

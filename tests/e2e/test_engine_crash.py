@@ -103,7 +103,9 @@ def test_a_prefill_that_was_cut_off_is_taken_up_again(
     assert (again.done.cached_tokens, again.ids) == (799, answer.ids)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"]
+)
 def test_a_killed_worker_costs_the_client_nothing(
     engine: Engine, oracle: Oracle, sampling: dict[str, float]
 ) -> None:

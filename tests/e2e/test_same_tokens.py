@@ -74,7 +74,8 @@ def test_bypassing_the_cache_changes_nothing_but_the_work(
 
 
 @pytest.mark.parametrize(
-    ("num_published", "num_hit"), [(1, 0), (31, 0), (32, 32), (33, 32), (63, 32), (64, 64), (69, 69)]
+    ("num_published", "num_hit"),
+    [(1, 0), (31, 0), (32, 32), (33, 32), (63, 32), (64, 64), (69, 69)],
 )
 def test_a_hit_of_any_length_gives_the_same_tokens(
     shared_daemon: Daemon,

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from cachewarmd.client import load_private
 
+from cachewarmd.client import load_private
 from engine.models import packing
 from engine.models.config import load_config
 from engine.models.decoder import Decoder

@@ -75,7 +75,7 @@ def test_root_is_an_hmac_over_length_prefixed_fields() -> None:
 
 @given(tokens=TOKENS, block_size=st.integers(1, 8))
 def test_chain_and_tail_keys_equal_a_plain_reference(tokens: list[int], block_size: int) -> None:
-    """Full blocks chain in order; the rest gives one key for each of its prefixes, longest first."""
+    """Full blocks chain in order; the rest gives a key for each of its prefixes, longest first."""
     parent = root_key(SALT, STAMP.digest())
     num_full = len(tokens) // block_size
     expected = []

@@ -695,11 +695,12 @@ class RandomHistory(RuleBasedStateMachine):
 
 def test_random_histories_agree_with_a_plain_model(harness: Harness) -> None:
     """Fifty random histories of up to thirty steps; the pool is the same for all of them."""
+
     class OnThisPool(RandomHistory):
         pass
 
     OnThisPool.harness = harness
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         OnThisPool,
         settings=settings(
             max_examples=50,

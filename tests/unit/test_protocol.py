@@ -1,7 +1,8 @@
-"""Frames and descriptors: whatever arrives in whatever pieces, nothing is lost, guessed or leaked."""
+"""Frames and descriptors: in whatever pieces they arrive, nothing is lost, guessed or leaked."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
@@ -72,7 +73,7 @@ def test_any_frames_in_any_pieces_come_out_in_order(names: list[str], cuts: list
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     decoder = FrameDecoder()
     got = []
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         got += decoder.feed(data[start:end], [])
     assert [envelope for envelope, _ in got] == sent
 
@@ -147,7 +148,7 @@ def test_descriptors_travel_beside_their_own_frame(
         assert protocol.send_with_fds(left, data, fds) == len(data)
         protocol.close_all(fds)
     decoder = FrameDecoder()
-    got = []
+    got: list[tuple[pb.Envelope, list[int]]] = []
     while len(got) < len(sizes):
         got += decoder.feed(*protocol.recv_bytes_and_fds(right))
     assert [envelope.hello.name for envelope, _ in got] == list("01234")

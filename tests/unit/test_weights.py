@@ -53,9 +53,7 @@ def plan_of(*items: tuple[str, list[int], str, int], copy: bool = False) -> pb.P
     for name, shape, _, num_bytes in items:
         size = num_bytes if copy else 4 * int(np.prod(shape, dtype=int))
         op, dtype = (pb.PACK_OP_COPY, "") if copy else (pb.PACK_OP_CAST, "F32")
-        plan.tensors.add(
-            name=name, op=op, shape=shape, dtype=dtype, offset=offset, num_bytes=size
-        )
+        plan.tensors.add(name=name, op=op, shape=shape, dtype=dtype, offset=offset, num_bytes=size)
         offset += -(-size // 64) * 64
     plan.segment_bytes = max(offset, 64)
     return plan
@@ -282,9 +280,7 @@ def test_casts_to_float32_are_exact(tmp_path: Path) -> None:
         "f32": entry([1000], ends[1], ends[2]),
     }
     write_file(tmp_path / SINGLE_NAME, header, data)
-    plan = plan_of(
-        ("bf16", [256, 256], "", 0), ("f16", [1 << 16], "", 0), ("f32", [1000], "", 0)
-    )
+    plan = plan_of(("bf16", [256, 256], "", 0), ("f16", [1 << 16], "", 0), ("f32", [1000], "", 0))
     _, memory = load(tmp_path, plan)
     got = {
         item.name: memory[item.offset : item.offset + item.num_bytes].view("<u4")
@@ -371,9 +367,7 @@ BAD_PLANS: Mapping[str, tuple[pb.PackPlan, type[CachewarmError], str]] = {
 @pytest.mark.parametrize("case", BAD_PLANS)
 def test_bad_plan_is_refused_and_names_the_tensor(case: str, tmp_path: Path) -> None:
     """A plan that can't be, or files that don't have what it asks for, cost no memory."""
-    write_file(
-        tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8), "b": entry([1], 8, 12)}, bytes(12)
-    )
+    write_file(tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8), "b": entry([1], 8, 12)}, bytes(12))
     plan, error, reason = BAD_PLANS[case]
     with pytest.raises(error, match=reason):
         load(tmp_path, plan)

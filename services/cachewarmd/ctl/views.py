@@ -55,15 +55,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     def draw(console: Console) -> None:
         from rich.table import Table
 
-        drawn = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+        drawn = Table(*columns, box=None, pad_edge=False)
         for column in drawn.columns:
             column.overflow = "fold"  # a digest cut short is of no use
         for row in rows:
             drawn.add_row(*map(shown, row))
+        # The title is a line of its own: as the table's it would be wrapped to its width.
+        console.print(title if drawn.row_count else f"{title}: none", style="bold")
         if drawn.row_count:
             console.print(drawn)
-        else:
-            console.print(f"{title}: none")
 
     return draw
 
