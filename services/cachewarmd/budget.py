@@ -11,6 +11,7 @@ import psutil
 from cachewarmd import segment
 from cachewarmd.errors import NoSpaceError
 
+DEFAULT_CGROUP_ROOT = Path("/sys/fs/cgroup")
 # Kept back for everything that is not shared memory: heaps, page cache of a busy host.
 RESERVE_BYTES = 256 << 20
 # Small enough that a client which waits for the allocation sees it move.

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachewarmd import layout, protocol, segment, weights
+from cachewarmd.budget import DEFAULT_CGROUP_ROOT, Budget
 from cachewarmd.errors import (
     CachewarmError,
     ProtocolError,
@@ -383,14 +384,20 @@ def _map_pool(hello: pb.HelloReply, fds: Sequence[int]) -> SharedPool:
     return SharedPool(memory, raw[layout.RECORDS_OFFSET :].view(layout.RECORD))
 
 
-def load_private(model_dir: Path, version: str, plan: pb.PackPlan) -> AttachedWeights:
+def load_private(
+    model_dir: Path, version: str, plan: pb.PackPlan, cgroup_root: Path = DEFAULT_CGROUP_ROOT
+) -> AttachedWeights:
     """Read and pack the weights into this process's own memory: what is left without a daemon.
 
     Raises ModelFilesError, NoSpaceError, InvalidRequestError.
     """
+
+    def allocate(fd: int, size: int, tell: Callable[[int], None]) -> None:
+        Budget(cgroup_root).allocate(fd, size, "a private copy of the weights", tell)
+
     dir_fd = os.open(model_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        loaded, _ = weights.load(dir_fd, plan, lambda *_: None, follow=True)
+        loaded, _ = weights.load(dir_fd, plan, lambda *_: None, allocate, follow=True)
     finally:
         os.close(dir_fd)
     readonly = segment.reopen_readonly(loaded.fd)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachewarmd import log, options
+from cachewarmd.budget import DEFAULT_CGROUP_ROOT
 from cachewarmd.options import Option
 
 ENV_PREFIX = "CACHEWARMD_"
@@ -38,7 +39,7 @@ OPTIONS = (
     Option(
         "cgroup-root",
         options.path,
-        Path("/sys/fs/cgroup"),
+        DEFAULT_CGROUP_ROOT,
         "where the cgroup2 tree is mounted; its memory limits bound the budget",
         "DIR",
     ),

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from cachewarmd.errors import InvalidRequestError, ModelFilesError
 from cachewarmd.v1 import control_pb2 as pb
-
-if TYPE_CHECKING:
-    from cachewarmd.weights import Tensor
+from cachewarmd.weight_files import Tensor
 
 ALIGNMENT = 64
 MAX_SEGMENT_BYTES = 1 << 44

@@ -14,7 +14,8 @@ from cachewarmd import weights
 from cachewarmd.budget import Budget
 from cachewarmd.errors import ModelFilesError, ShuttingDownError
 from cachewarmd.v1 import control_pb2 as pb
-from cachewarmd.weights import FileIdentity, Segment
+from cachewarmd.weight_files import FileIdentity, file_identities
+from cachewarmd.weights import Segment
 
 _log = structlog.get_logger()
 
@@ -49,7 +50,7 @@ class Model:
     def files_now(self) -> list[FileIdentity] | None:
         """Identities of the weight files now; None when some are missing."""
         try:
-            return weights.file_identities(self.dir_fd, self.follow_links)
+            return file_identities(self.dir_fd, self.follow_links)
         except ModelFilesError:
             return None
 
@@ -155,8 +156,8 @@ class WeightStore:
             model.dir_fd,
             model.plan,
             progress,
+            allocate,
             follow=model.follow_links,
-            allocate=allocate,
         )
         self._adopt(model, loaded, identities)
         _log.info(

@@ -2,64 +2,31 @@
 
     model dir (fd) --index--> weight files --one pass: SHA-256 + pack ops--> sealed memfd
 
-The daemon's own hash vouches for the bytes, so no engine has to be believed. Identity of a file is
-(dev, ino, size, mtime_ns, ctime_ns): a change of any is a new read; ctime can't be set back.
+The daemon's own hash vouches for the bytes, so no engine has to be believed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from cachewarmd import pack, segment
 from cachewarmd.errors import ModelFilesError
 from cachewarmd.v1 import control_pb2 as pb
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 16 << 20
-MAX_TENSORS = 100_000
-MAX_INDEX_BYTES = 64 << 20
-MAX_FILES = 4096
-_MAX_DIMENSIONS = 16
-_CHUNK_BYTES = 8 << 20
-_DTYPE_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
-    "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
+from cachewarmd.weight_files import (
+    FileIdentity,
+    WeightFile,
+    chunks,
+    identity_of,
+    open_weight_files,
+    tensors_by_name,
+)
 
 Progress = Callable[[str, int, int], None]  # phase, done bytes, total bytes
 Allocate = Callable[[int, int, Callable[[int], None]], None]  # memfd, size, tell bytes done
-FileIdentity = tuple[str, int, int, int, int, int]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor's place in a weight file; `start` and `end` are absolute file offsets."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass
-class WeightFile:
-    """An open weight file, its identity and its tensors in file order."""
-
-    name: str
-    fd: int
-    identity: FileIdentity
-    tensors: list[Tensor]
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 @dataclass(frozen=True)
@@ -77,195 +44,36 @@ def layout_id(plan: pb.PackPlan) -> str:
     return hashlib.sha256(plan.SerializeToString(deterministic=True)).hexdigest()
 
 
-def _check_name(name: str) -> None:
-    # Neither NUL nor a lone surrogate can reach the kernel: Python raises ValueError for both.
-    is_plain = "/" not in name and "\0" not in name and name not in ("", ".", "..")
-    if not is_plain or not name.isprintable():
-        raise ModelFilesError(f"{name!r} is not a file name of the model directory")
-
-
-def _open_below(dir_fd: int, name: str, follow: bool) -> int:
-    """Open a plain file directly in the directory. Raises ModelFilesError."""
-    _check_name(name)
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    try:
-        fd = os.open(name, flags, dir_fd=dir_fd)
-    except OSError as exc:
-        raise ModelFilesError(f"{name}: {exc.strerror}") from exc
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ModelFilesError(f"{name}: not a regular file")
-    return fd
-
-
-def weight_file_names(dir_fd: int, follow: bool) -> list[str]:
-    """Names by the index file if there is one, else the single file; strays are not read."""
-    try:
-        fd = _open_below(dir_fd, INDEX_NAME, follow)
-    except ModelFilesError as exc:
-        if isinstance(exc.__cause__, FileNotFoundError):
-            return [SINGLE_NAME]
-        raise
-    with os.fdopen(fd, "rb") as file:
-        raw = file.read(MAX_INDEX_BYTES + 1)
-    try:
-        if len(raw) > MAX_INDEX_BYTES:
-            raise ValueError(f"over {MAX_INDEX_BYTES} bytes")
-        names = sorted(set(json.loads(raw)["weight_map"].values()))
-        if not names or len(names) > MAX_FILES or not all(isinstance(n, str) for n in names):
-            raise ValueError(f"weight_map must name 1 to {MAX_FILES} files")
-        for name in names:
-            _check_name(name)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise ModelFilesError(f"{INDEX_NAME}: malformed: {exc}") from exc
-    return names
-
-
-def file_identities(dir_fd: int, follow: bool) -> list[FileIdentity] | None:
-    """Identities of the weight files now; None when one of them is missing."""
-    found = []
-    for name in weight_file_names(dir_fd, follow):
-        try:
-            found.append(_identity(name, os.stat(name, dir_fd=dir_fd, follow_symlinks=follow)))
-        except OSError:
-            return None
-    return found
-
-
-def _identity(name: str, info: os.stat_result) -> FileIdentity:
-    return (name, info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
-
-
-def open_weight_file(dir_fd: int, name: str, follow: bool) -> WeightFile:
-    """Open one file and check its header. Raises ModelFilesError naming file and tensor."""
-    fd = _open_below(dir_fd, name, follow)
-    try:
-        info = os.fstat(fd)
-        tensors = _parse_header(name, fd, info.st_size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return WeightFile(name, fd, _identity(name, info), tensors)
-
-
-def _parse_header(name: str, fd: int, file_size: int) -> list[Tensor]:
-    raw = os.pread(fd, 8, 0)
-    length = int.from_bytes(raw, "little")
-    if len(raw) < 8 or length > MAX_HEADER_BYTES or 8 + length > file_size:
-        raise ModelFilesError(
-            f"{name}: header of {length} bytes in a file of {file_size}: truncated, malformed or "
-            f"over {MAX_HEADER_BYTES} bytes"
-        )
-    try:
-        header = json.loads(os.pread(fd, length, 8), object_pairs_hook=_unique_names)
-        if not isinstance(header, dict):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as exc:
-        raise ModelFilesError(f"{name}: malformed header: {exc}") from exc
-    header.pop("__metadata__", None)
-    if len(header) > MAX_TENSORS:
-        raise ModelFilesError(f"{name}: {len(header)} tensors, at most {MAX_TENSORS} are allowed")
-    tensors = [_parse_tensor(name, key, entry, 8 + length) for key, entry in header.items()]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
-    ends = [8 + length, *(tensor.end for tensor in tensors)]
-    for end, tensor in zip(ends, tensors, strict=False):
-        if tensor.start != end:
-            raise ModelFilesError(f"{name}: {tensor.name}: hole or overlap before its data")
-    if ends[-1] != file_size:
-        raise ModelFilesError(
-            f"{name}: tensors end at byte {ends[-1]}, the file at {file_size}: truncated or padded"
-        )
-    return tensors
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("duplicate name")
-    return result
-
-
-def _parse_tensor(file: str, name: str, entry: Any, base: int) -> Tensor:
-    try:
-        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        size = _DTYPE_BYTES[dtype]
-        for number in (*shape, start, end):
-            if type(number) is not int or number < 0:
-                raise ValueError(f"{number!r} is not a size")
-        if len(shape) > _MAX_DIMENSIONS:
-            raise ValueError(f"{len(shape)} dimensions")
-        for dimension in shape:
-            size *= dimension
-        if end - start != size:
-            raise ValueError(f"{end - start} bytes for shape {shape} of {dtype}")
-    except (KeyError, TypeError, ValueError) as exc:
-        raise ModelFilesError(f"{file}: {name[:200]}: malformed: {exc}") from exc
-    return Tensor(name, dtype, tuple(shape), base + start, base + end)
-
-
-def _allocate_unchecked(fd: int, size: int, _: Callable[[int], None]) -> None:
-    segment.reserve(fd, 0, size)
-
-
-def _by_name(files: list[WeightFile]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in files:
-        for tensor in file.tensors:
-            if found.setdefault(tensor.name, tensor) is not tensor:
-                raise ModelFilesError(f"{file.name}: {tensor.name}: is in another file too")
-    return found
-
-
 def load(
-    dir_fd: int,
-    plan: pb.PackPlan,
-    progress: Progress,
-    *,
-    follow: bool,
-    allocate: Allocate = _allocate_unchecked,
+    dir_fd: int, plan: pb.PackPlan, progress: Progress, allocate: Allocate, *, follow: bool
 ) -> tuple[Segment, list[FileIdentity]]:
     """Read, hash and pack in one pass over the files, then seal.
 
-    Raises ModelFilesError (also when a file changes while it is read), NoSpaceError,
-    InvalidRequestError (plan), and whatever `progress` raises to end it. `allocate` answers for
-    the memory budget; without it only a full tmpfs is noticed.
+    Raises ModelFilesError (also when a file changes while it is read), InvalidRequestError (plan),
+    and whatever `allocate` (which answers for the memory budget) and `progress` raise to end it.
     """
-    files: list[WeightFile] = []
-    try:
-        for name in weight_file_names(dir_fd, follow):
-            # No comprehension: on an error the files opened so far must be known, to be closed.
-            files.append(open_weight_file(dir_fd, name, follow))
-        placed = pack.check_plan(plan, _by_name(files))
-        fd = segment.create_memfd("cachewarm-weights", plan.segment_bytes)
+    size = plan.segment_bytes
+    with open_weight_files(dir_fd, follow=follow) as files:
+        placed = pack.check_plan(plan, tensors_by_name(files))
+        fd = segment.create_memfd("cachewarm-weights", size)
         try:
-            size = plan.segment_bytes
             allocate(fd, size, lambda done: progress("allocate", done, size))
-            target = segment.map_memory(fd, plan.segment_bytes, writable=True)
+            target = segment.map_memory(fd, size, writable=True)
             digest = _read_all(files, placed, target, progress)
             del target, placed  # the writable map must be gone before the seal
             segment.seal_forever(fd)
         except BaseException:
             os.close(fd)
             raise
-        return Segment(digest, layout_id(plan), plan.segment_bytes, fd), [f.identity for f in files]
-    finally:
-        for file in files:
-            file.close()
+        return Segment(digest, layout_id(plan), size, fd), [file.identity for file in files]
 
 
 def hash_files(
     dir_fd: int, progress: Progress, *, follow: bool
 ) -> tuple[bytes, list[FileIdentity]]:
     """Only the digest and identities, for files that may be what is loaded already."""
-    files: list[WeightFile] = []
-    try:
-        for name in weight_file_names(dir_fd, follow):
-            # No comprehension: on an error the files opened so far must be known, to be closed.
-            files.append(open_weight_file(dir_fd, name, follow))
+    with open_weight_files(dir_fd, follow=follow) as files:
         return _read_all(files, {}, None, progress), [file.identity for file in files]
-    finally:
-        for file in files:
-            file.close()
 
 
 def _read_all(
@@ -278,35 +86,15 @@ def _read_all(
     phase = "hash" if target is None else "hash and pack"
     for file in files:
         digest = hashlib.sha256()
-        for start, chunk, tensor in _chunks(file):
+        for start, chunk, tensor in chunks(file):
             digest.update(chunk)
             if tensor is not None and tensor.name in placed:
                 placed[tensor.name].write(start - tensor.start, chunk, target)
             done += len(chunk)
             progress(phase, done, total)
-        if _identity(file.name, os.fstat(file.fd)) != file.identity:
+        if identity_of(file.name, os.fstat(file.fd)) != file.identity:
             raise ModelFilesError(f"{file.name}: changed while it was read; try again")
         digests.append(digest.digest())
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(b"".join(digests)).digest()
-
-
-def _chunks(file: WeightFile) -> Iterator[tuple[int, memoryview, Tensor | None]]:
-    """All bytes of the file in order; no chunk crosses a tensor's border."""
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    spans: list[tuple[int, int, Tensor | None]] = []
-    data_start = file.tensors[0].start if file.tensors else file.identity[3]
-    spans.append((0, data_start, None))
-    spans.extend((tensor.start, tensor.end, tensor) for tensor in file.tensors)
-    for start, end, tensor in spans:
-        for offset in range(start, end, _CHUNK_BYTES):
-            wanted = min(_CHUNK_BYTES, end - offset)
-            view = buffer[:wanted]
-            filled = 0
-            while filled < wanted:
-                got = os.preadv(file.fd, [view[filled:]], offset + filled)
-                if got == 0:
-                    raise ModelFilesError(f"{file.name}: truncated while it was read")
-                filled += got
-            yield offset, view, tensor

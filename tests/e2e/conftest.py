@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from tests.daemon import Daemon, module_daemon, short_dir
 from tests.engine import Engine
 from tests.fixtures.models import greedy_numpy

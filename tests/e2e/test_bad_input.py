@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.engine import Engine, make_prompt, serve_fails
-from tests.fixtures.models import EOS, FIRST_BYTE, write_m_chain, write_m_rand
 
 from engine.client import CallError, call_error
 from engine.v1 import engine_pb2 as pb
 from engine.v1.engine_pb2_grpc import EngineServiceStub
+from tests.engine import Engine, make_prompt, serve_fails
+from tests.fixtures.models import EOS, FIRST_BYTE, write_m_chain, write_m_rand
 
 INVALID = ("INVALID_ARGUMENT", "INVALID_PARAMETER")
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.daemon import Daemon, environment, wait_until
-from tests.engine import Engine, make_prompt
 
 from engine.v1 import engine_pb2 as pb
+from tests.daemon import Daemon, environment, wait_until
+from tests.engine import Engine, make_prompt
 
 REPEATS = 20
 # One second is the promise; three on a machine that may be busy with other things.

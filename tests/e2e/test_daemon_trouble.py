@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from engine.v1 import engine_pb2 as pb
 from tests.daemon import Daemon, wait_until
 from tests.e2e.conftest import Oracle
 from tests.engine import Engine, Generation, make_prompt
-
-from engine.v1 import engine_pb2 as pb
 
 BLOCK = 32
 
@@ -145,55 +145,63 @@ def test_a_killed_daemon_changes_no_token_and_its_successor_is_found(
     assert first.ids == second.ids == whole
 
 
+@pytest.fixture(scope="module")
+def small(daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
+    """An engine with ten private blocks, as many as one long request needs."""
+    pool_bytes = 10 * BLOCK * 1024  # M-rand has 1 KiB a token
+    flags = ["--private-pool-bytes", str(pool_bytes)]
+    with Engine(m_rand_dir, daemon.socket, extra=flags) as running:
+        assert running.worker().num_private_blocks == 10
+        yield running
+
+
 def test_what_a_stopped_daemon_was_sent_never_seals_reused_blocks(
-    daemon: Daemon, m_rand_dir: Path
+    small: Engine, daemon: Daemon
 ) -> None:
     """Publishes wait in its socket while their private blocks get other content: none is sealed."""
-    pool = BLOCK * 1024 * 10  # ten blocks of M-rand
-    with Engine(m_rand_dir, daemon.socket, extra=["--private-pool-bytes", str(pool)]) as small:
-        assert small.worker().num_private_blocks == 10
-        prompts = [make_prompt(40, salt) for salt in (41, 42, 43)]
-        options = {"max_tokens": 270, "bypass_prefix_cache": True}
-        whole = [small.generate(prompt, **options).ids for prompt in prompts]
-        refused = daemon.status().counters["refused_peer_gone"]
-        stream = small.stream(prompts[0], max_tokens=270)
-        stream.wait_for_tokens(2)
-        daemon.sigstop()
-        try:
-            # It publishes block after block into the stopped daemon's socket.
-            assert stream.result().ids == whole[0]
-            wait_connected(small, False)
-            small.wait_idle()
-            for prompt, answer in zip(prompts[1:], whole[1:], strict=True):
-                assert small.generate(prompt, max_tokens=270).ids == answer
-        finally:
-            daemon.sigcont()
-        wait_connected(small)
-        # Prompts that reach into every block that was published, at lengths within each.
-        for _ in range(2):
-            for length in (60, 100, 150, 200, 250):
-                for prompt, answer in zip(prompts, whole, strict=True):
-                    longer = [*prompt, *answer[: length - 40]]
-                    found = small.generate(longer, max_tokens=5)
-                    assert found.ids == answer[length - 40 : length - 35]
-        assert small.generate([*prompts[0], *whole[0][:-1]], max_tokens=1).done.cached_tokens > 200
-        # Last, so that wrong tokens are seen before their cause.
-        assert daemon.status().counters["refused_peer_gone"] > refused, "nothing was in the socket"
+    prompts = [make_prompt(40, salt) for salt in (41, 42, 43)]
+    options = {"max_tokens": 270, "bypass_prefix_cache": True}
+    whole = [small.generate(prompt, **options).ids for prompt in prompts]
+    refused = daemon.status().counters["refused_peer_gone"]
+    wait_connected(small)
+    stream = small.stream(prompts[0], max_tokens=270)
+    stream.wait_for_tokens(2)
+    daemon.sigstop()
+    try:
+        # It publishes block after block into the stopped daemon's socket.
+        assert stream.result().ids == whole[0]
+        wait_connected(small, False)
+        small.wait_idle()
+        for prompt, answer in zip(prompts[1:], whole[1:], strict=True):
+            assert small.generate(prompt, max_tokens=270).ids == answer
+    finally:
+        daemon.sigcont()
+    wait_connected(small)
+    # Prompts that end within each of the blocks that were published.
+    for _ in range(2):
+        for length in (60, 100, 150, 200, 250):
+            for prompt, answer in zip(prompts, whole, strict=True):
+                longer = [*prompt, *answer[: length - 40]]
+                found = small.generate(longer, max_tokens=5)
+                assert found.ids == answer[length - 40 : length - 35]
+    assert small.generate([*prompts[0], *whole[0][:-1]], max_tokens=1).done.cached_tokens > 200
+    # Last, so that wrong tokens are seen before their cause.
+    assert daemon.status().counters["refused_peer_gone"] > refused, "nothing was in the socket"
 
 
 def test_a_pool_full_of_pending_publishes_does_not_refuse_a_request(
-    daemon: Daemon, m_rand_dir: Path
+    small: Engine, daemon: Daemon
 ) -> None:
     """A request that fits waits for blocks that a stopped daemon still owes an answer for."""
-    pool = BLOCK * 1024 * 10
-    with Engine(m_rand_dir, daemon.socket, extra=["--private-pool-bytes", str(pool)]) as small:
-        first, second = make_prompt(40, 44), make_prompt(200, 45)
-        whole = small.generate(second, max_tokens=60, bypass_prefix_cache=True).ids
-        stream = small.stream(first, max_tokens=270)
-        stream.wait_for_tokens(2)
-        daemon.sigstop()
-        try:
-            stream.result()
-            assert small.generate(second, max_tokens=60).ids == whole
-        finally:
-            daemon.sigcont()
+    wait_connected(small)
+    first, second = make_prompt(40, 44), make_prompt(200, 45)
+    whole = small.generate(second, max_tokens=60, bypass_prefix_cache=True).ids
+    stream = small.stream(first, max_tokens=270)
+    stream.wait_for_tokens(2)
+    daemon.sigstop()
+    try:
+        stream.result()
+        assert small.worker().num_private_blocks_free < 8, "no publish was under way"
+        assert small.generate(second, max_tokens=60).ids == whole
+    finally:
+        daemon.sigcont()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.daemon import Daemon, wait_until
 from tests.e2e.conftest import Oracle
 from tests.engine import Engine, make_prompt, num_sealed

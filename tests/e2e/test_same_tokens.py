@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.daemon import Daemon
 from tests.e2e.conftest import Oracle
 from tests.engine import Engine, evict_all, make_prompt, num_sealed
@@ -48,7 +49,7 @@ def test_answers_from_the_cache_equal_cold_ones(
 
 
 def test_a_seed_decides_the_answer(shared_engine: Engine, expected: list[list[int]]) -> None:
-    """One seed gives one answer, another seed another; the seed that was drawn can be used again."""
+    """One seed gives one answer, another another; one that was drawn can be used again."""
     prompt = PROMPTS[2]
     options = {"max_tokens": NUM_OUTPUT, "temperature": 0.8, "top_p": 0.9}
     assert shared_engine.generate(prompt, seed=43, **options).ids != expected[5]

@@ -13,10 +13,10 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.daemon import Daemon, wait_until
-from tests.engine import Engine, make_prompt, serve_fails
 
 from engine.client import CallError
+from tests.daemon import Daemon, wait_until
+from tests.engine import Engine, make_prompt, serve_fails
 
 REPEATS = int(os.environ.get("CACHEWARM_TEST_REPEATS", "5"))
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
-from tests.worker import Worker, key
 
 from cachewarmd import __version__, protocol
 from cachewarmd.client import Client
 from cachewarmd.ctl.__main__ import main
 from cachewarmd.errors import UnreachableError
 from cachewarmd.v1 import control_pb2 as pb
+from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
+from tests.worker import Worker, key
 
 OK, FAILED, USAGE, NOT_WARM, UNKNOWN, UNREACHABLE, TIMED_OUT, INTERRUPTED = (
     0, 1, 2, 3, 4, 5, 6, 130,

@@ -14,6 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from cachewarmd import layout, protocol, segment
+from cachewarmd.budget import RESERVE_BYTES
+from cachewarmd.client import Client
+from cachewarmd.errors import (
+    CachewarmError,
+    InvalidRequestError,
+    LimitError,
+    NotFoundError,
+    NotPermittedError,
+    UnreachableError,
+)
+from cachewarmd.v1 import control_pb2 as pb
 from tests.daemon import (
     NOBODY,
     PATIENCE_S,
@@ -28,19 +41,6 @@ from tests.daemon import (
     wait_until,
 )
 from tests.worker import BLOCK_BYTES, connect_worker, key
-
-from cachewarmd import layout, protocol, segment
-from cachewarmd.budget import RESERVE_BYTES
-from cachewarmd.client import Client
-from cachewarmd.errors import (
-    CachewarmError,
-    InvalidRequestError,
-    LimitError,
-    NotFoundError,
-    NotPermittedError,
-    UnreachableError,
-)
-from cachewarmd.v1 import control_pb2 as pb
 
 needs_root = pytest.mark.skipif(
     os.getuid() != 0, reason="needs root to start processes as another user"
@@ -354,7 +354,10 @@ def test_other_user_is_refused(module_daemon: Daemon) -> None:
 
 def test_limits_are_errors_with_a_number(short_dir: Path) -> None:
     """Connections and leases are bounded; at the bound others go on."""
-    prelude = "import cachewarmd.server as s; s.MAX_CONNECTIONS = 2; s.MAX_LEASES_PER_CLIENT = 1"
+    prelude = (
+        "import cachewarmd.server as s, cachewarmd.calls as c; "
+        "s.MAX_CONNECTIONS = 2; c.MAX_LEASES_PER_CLIENT = 1"
+    )
     with Daemon(short_dir / "s", "64MiB", prelude=prelude) as daemon:
         with connect_worker(daemon.socket) as worker, daemon.client() as observer:
             with pytest.raises(LimitError, match="2 connections are open"):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.daemon import SERVICES, Daemon, environment, wait_until
 from tests.engine import Engine, make_prompt
 
@@ -29,6 +30,8 @@ if sys.argv[3] == "killed":
 if sys.argv[3] == "closes":
     client.close()
 """
+# Of the light client; no torch, no gRPC.
+_NEEDS = ("numpy", "protobuf>=7.35.1", "psutil", "xxhash")
 _WAYS = {"closes": 0, "exits": 0, "killed": -9}
 
 
@@ -54,7 +57,7 @@ def python_313(tmp_path_factory: pytest.TempPathFactory) -> str:
         try:
             steps = [
                 [str(python), "-m", "venv", str(venv)],
-                [f"{venv}/bin/pip", "install", "-q", "numpy", "protobuf>=7.35.1", "xxhash"],
+                [f"{venv}/bin/pip", "install", "-q", *_NEEDS],
             ]
             for step in steps:
                 subprocess.run(step, check=True, capture_output=True, timeout=60)
@@ -129,11 +132,11 @@ def test_g1_engines_come_and_go_and_the_others_stream_on(
 ) -> None:
     """A leaves in order, then by kill -9, while B streams; C attaches and hits what they left."""
     prompt, theirs = make_prompt(50, 602), make_prompt(70, 603)
-    whole = staying.generate(prompt, max_tokens=800, bypass_prefix_cache=True).ids
+    whole = staying.generate(prompt, max_tokens=600, bypass_prefix_cache=True).ids
     with Engine(m_rand_dir, daemon.socket) as coming:
         answer = coming.generate(theirs, max_tokens=4)
         for leave in (coming.stop, coming.kill_all):
-            stream = staying.stream(prompt, max_tokens=800)
+            stream = staying.stream(prompt, max_tokens=600)
             stream.wait_for_tokens(1)
             leave()
             assert stream.done is None, "make it longer: B was done before A had left"

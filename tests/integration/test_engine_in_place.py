@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.daemon import Daemon
-from tests.engine import Engine, evict_all, make_prompt
 
 from cachewarmd import layout
 from cachewarmd.layout import BlockState
+from tests.daemon import Daemon
+from tests.engine import Engine, evict_all, make_prompt
 
 BLOCK = 256  # large, so that a stream stays within one while its counts are looked at
 BLOCK_BYTES = BLOCK * 1024  # M-rand
@@ -49,7 +49,7 @@ def test_a_cached_prompt_of_any_length_computes_one_token(engine: Engine, length
 def test_a_hit_takes_no_private_block_but_the_copy_of_its_tail(
     engine: Engine, length: int, num_copies: int
 ) -> None:
-    """While a stream runs on two full shared blocks it holds one private block, for what it adds."""
+    """A stream on two full shared blocks holds one private block, for what it adds."""
     prompt = make_prompt(length, 400 + length)
     engine.generate(prompt, max_tokens=0)
     before = engine.wait_idle()

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.daemon import PATIENCE_S, Daemon, fake_cgroup, wait_until
 
 from cachewarmd.budget import RESERVE_BYTES
 from cachewarmd.client import Client, load_private
 from cachewarmd.errors import ModelFilesError, NoSpaceError, ProtocolError
 from cachewarmd.v1 import control_pb2 as pb
+from tests.daemon import PATIENCE_S, Daemon, fake_cgroup, wait_until
 
 MIB = 1 << 20
 # Loads that take a moment, so that something can happen meanwhile.

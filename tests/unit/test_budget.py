@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.daemon import fake_cgroup, private_pool
 
 from cachewarmd import budget
 from cachewarmd.budget import RESERVE_BYTES, Budget
 from cachewarmd.errors import NoSpaceError
+from tests.daemon import fake_cgroup, private_pool
 
 MIB = 1 << 20
 

@@ -26,7 +26,6 @@ import tokenizers
 from gguf.quants import quantize
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fixtures.models import byte_to_char, read_safetensors
 
 from engine import demo_model
 from engine.demo_model import (
@@ -37,6 +36,7 @@ from engine.demo_model import (
     undo_rope_permutation,
     write_demo_model,
 )
+from tests.fixtures.models import byte_to_char, read_safetensors
 
 # ------------------------------------------------------- an independent reader of the GGUF file
 

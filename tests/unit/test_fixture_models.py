@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+
 from tests.fixtures.models import (
     BOS,
     EOS,

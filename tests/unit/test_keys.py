@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.daemon import environment
 
 from cachewarmd.keys import Stamp, block_key, chain_keys, root_key, tail_keys
+from tests.daemon import environment
 
 STAMP = Stamp("v1", "ab" * 32, "cd" * 32, "f32", "none", "layout", "ref-1")
 SALT = b"s" * 32

@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.daemon import private_pool
 
 from cachewarmd import kv, layout
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
@@ -26,6 +25,7 @@ from cachewarmd.keys import block_key
 from cachewarmd.kv import Block, BlockStore, NewBlock, Source, StampInfo
 from cachewarmd.layout import EXTENT_BYTES, BlockState
 from cachewarmd.pool import Pool
+from tests.daemon import private_pool
 
 B = 4  # tokens of a full block
 ROOT = b"r" * 32

@@ -7,9 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.daemon import open_fds
 
 from cachewarmd.listener import SocketInUseError, SocketPathError, listen
+from tests.daemon import open_fds
 
 
 def path_of_length(folder: Path, length: int) -> Path:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.daemon import open_fds
 
 from cachewarmd import protocol
 from cachewarmd.errors import ProtocolError
 from cachewarmd.protocol import FrameDecoder
 from cachewarmd.v1 import control_pb2 as pb
+from tests.daemon import open_fds
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.fixtures.models import EOS, VOCAB, byte_token, write_tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError
+from tests.fixtures.models import EOS, VOCAB, byte_token, write_tokenizer
 
 FAMILY = "👩‍👩‍👧"
 TEXTS = [

@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.fixtures.models import write_tokenizer
 
 from engine import errors
 from engine.request import SamplingParams
 from engine.tokenizer import Tokenizer
 from engine.v1 import engine_pb2 as pb
 from engine.validate import Limits, make_submit
+from tests.fixtures.models import write_tokenizer
 
 LIMITS = Limits(
     model_name="m", vocab_size=512, max_context=100, eos_token_ids=(1,), max_positions=100
@@ -172,7 +172,7 @@ def test_what_can_never_fit_the_private_pool_is_refused(
     if fits:
         make_submit(asked, tokenizer, limits)
         return
-    with pytest.raises(errors.RequestTooLargeError, match="41 positions .* 40") as caught:
+    with pytest.raises(errors.RequestTooLargeError, match=r"41 positions .* 40") as caught:
         make_submit(asked, tokenizer, limits)
     assert caught.value.status == "RESOURCE_EXHAUSTED"
 

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.daemon import open_fds
 
 from cachewarmd import segment, weights
 from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError, NoSpaceError
 from cachewarmd.v1 import control_pb2 as pb
-from cachewarmd.weights import INDEX_NAME, SINGLE_NAME, Segment
+from cachewarmd.weight_files import INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME
+from cachewarmd.weights import Segment
+from tests.daemon import open_fds
 
 Header = dict[str, Any]
 
@@ -62,13 +63,18 @@ def plan_of(*items: tuple[str, list[int], str, int], copy: bool = False) -> pb.P
 ONE = plan_of(("a", [2], "F32", 8))
 
 
+def allocate(fd: int, size: int, _: object) -> None:
+    """Takes the pages without asking a budget."""
+    segment.reserve(fd, 0, size)
+
+
 def load(
     folder: Path, plan: pb.PackPlan = ONE, progress: weights.Progress = lambda *_: None
 ) -> tuple[Segment, npt.NDArray[np.uint8]]:
     """Load, and map what was loaded; the segment's own descriptor is closed."""
     dir_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        loaded, _ = weights.load(dir_fd, plan, progress, follow=False)
+        loaded, _ = weights.load(dir_fd, plan, progress, allocate, follow=False)
     finally:
         os.close(dir_fd)
     try:
@@ -126,7 +132,7 @@ def test_malformed_file_is_refused_with_its_name_and_reason(case: str, tmp_path:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, weights.MAX_HEADER_BYTES + 1, 100])
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, MAX_HEADER_BYTES + 1, 100])
 def test_header_length_is_not_believed(length: int, tmp_path: Path) -> None:
     """A length beyond the file or the limit is refused without reading or allocating that much."""
     (tmp_path / SINGLE_NAME).write_bytes(struct.pack("<Q", length) + b"{}")
@@ -396,7 +402,7 @@ def sealed(tmp_path: Path) -> Iterator[int]:
     """The daemon's own descriptor of a sealed segment."""
     write_file(tmp_path / SINGLE_NAME, {"a": entry([2], 0, 8)}, struct.pack("<2f", 1, 2))
     dir_fd = os.open(tmp_path, os.O_RDONLY)
-    loaded, _ = weights.load(dir_fd, ONE, lambda *_: None, follow=False)
+    loaded, _ = weights.load(dir_fd, ONE, lambda *_: None, allocate, follow=False)
     os.close(dir_fd)
     yield loaded.fd
     os.close(loaded.fd)
@@ -470,6 +476,6 @@ def test_refused_memory_leaves_nothing_behind(tmp_path: Path) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(NoSpaceError):
-            weights.load(dir_fd, ONE, lambda *_: None, follow=False, allocate=refuse)
+            weights.load(dir_fd, ONE, lambda *_: None, refuse, follow=False)
     finally:
         os.close(dir_fd)

@@ -1,0 +1,312 @@
+"""What each verb of the socket protocol does, on the daemon's loop; none of them waits.
+
+Data plane for engines, control plane for operators. A long call becomes a task of its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+import structlog
+
+from cachewarmd import __version__, layout, protocol, segment
+from cachewarmd.errors import (
+    InvalidRequestError,
+    LimitError,
+    NotFoundError,
+    NotPermittedError,
+    ProtocolError,
+    VersionMismatchError,
+)
+from cachewarmd.kv import Block, NewBlock, Source
+from cachewarmd.state import Client, State
+from cachewarmd.status import status_now
+from cachewarmd.v1 import control_pb2 as pb
+from cachewarmd.warmup import Provider
+
+_log = structlog.get_logger()
+
+MAX_LEASES_PER_CLIENT = 4096
+MAX_KEYS = 65_536
+MAX_TEXT = 1024  # characters of names and descriptions that clients give
+
+# -- data plane -------------------------------------------------------------------------------
+
+
+def _hello(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+    hello = envelope.hello
+    if hello.protocol_version != protocol.PROTOCOL_VERSION:
+        raise VersionMismatchError(
+            f"protocol version {hello.protocol_version}, "
+            f"this daemon speaks {protocol.PROTOCOL_VERSION}"
+        )
+    if hello.role not in (pb.ROLE_OBSERVER, pb.ROLE_ENGINE, pb.ROLE_ADMIN):
+        raise ProtocolError(f"role {hello.role} is not known")
+    if fds:
+        if hello.role != pb.ROLE_ENGINE:
+            raise ProtocolError("only an engine brings a private pool")
+        segment.check_private_pool(fds[0], hello.private_pool_bytes)
+    is_engine = hello.role == pb.ROLE_ENGINE
+    reply = pb.HelloReply(
+        protocol_version=protocol.PROTOCOL_VERSION,
+        version=__version__,
+        pid=os.getpid(),
+        epoch=state.epoch,
+        pool_bytes=state.pool.pool_bytes,
+        extent_bytes=layout.EXTENT_BYTES,
+        salt=state.salt if is_engine else b"",
+        client_id=client.client_id,
+    )
+    client.reply(envelope.id, state.readonly_fds if fds else (), hello_reply=reply)
+    # Only now: duplicating descriptors for the reply can fail, and then `fds` are closed.
+    if fds:
+        client.pool_fd, client.pool_bytes = fds[0], hello.private_pool_bytes
+    client.role, client.name = hello.role, hello.name[:64]
+    client.pid = client.connection.pid
+    if is_engine:
+        _log.info("engine_came", client=client.name, pid=client.pid)
+    return bool(fds)
+
+
+def _attach_weights(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+    _check_names(envelope.attach_weights)
+    client.run(envelope.id, "attach_weights", _attach(state, client, envelope, fds))
+    return True
+
+
+async def _attach(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> None:
+    request = envelope.attach_weights
+    last_told = 0.0
+
+    def notify(phase: str, done: int, total: int) -> None:
+        nonlocal last_told
+        now = time.monotonic()
+        if now - last_told < 0.1:
+            return
+        last_told = now
+        progress = pb.AttachProgress(phase=phase, done_bytes=done, total_bytes=total)
+        client.connection.send(pb.Envelope(id=envelope.id, more=True, attach_progress=progress))
+
+    try:
+        model, loaded, already = await state.weights.attach(
+            fds[0],
+            request.plan,
+            request.model_name,
+            request.version,
+            notify,
+            follow_links=_may_follow_links(client),
+        )
+    finally:
+        protocol.close_all(fds)
+    reply = pb.AttachWeightsReply(
+        weights_sha256=loaded.weights_sha256,
+        version=model.shown_version,
+        segment_bytes=loaded.size,
+        already_warm=already,
+    )
+    readonly = segment.reopen_readonly(loaded.fd)
+    try:
+        client.reply(envelope.id, (readonly,), attach_weights_reply=reply)
+    finally:
+        os.close(readonly)
+
+
+def _may_follow_links(client: Client) -> bool:
+    """Links are followed only for a peer with our own rights: it gains nothing by them."""
+    return client.connection.uid == os.getuid()
+
+
+def _register(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    request = envelope.register
+    info = state.kv.register(
+        request.stamp,
+        request.slot_bytes,
+        request.block_size,
+        request.description[:MAX_TEXT],
+        request.weights_sha256,
+    )
+    client.stamps[info.stamp_id] = info
+    client.reply(envelope.id, register_reply=pb.RegisterReply(stamp_id=info.stamp_id))
+
+
+def _peek(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    num_blocks = state.kv.peek(envelope.peek.keys)
+    client.reply(envelope.id, peek_reply=pb.PeekReply(num_blocks=num_blocks))
+
+
+def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    request = envelope.lookup
+    stamp = client.stamps.get(request.stamp_id)
+    if stamp is None:
+        raise InvalidRequestError(f"stamp_id {request.stamp_id} was not registered")
+    if len(request.keys) + len(request.tail_keys) > MAX_KEYS:
+        raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
+    if len(client.leases) >= MAX_LEASES_PER_CLIENT:
+        raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
+    lease, blocks = state.kv.lookup(stamp, request.keys, request.tail_keys)
+    client.leases.add(lease)
+    reply = pb.LookupReply(lease=lease, blocks=map(_wire_block, blocks))
+    client.reply(envelope.id, lookup_reply=reply)
+
+
+def _publish(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    request = envelope.publish
+    if not client.is_worker:
+        raise NotPermittedError("publish needs a private pool, passed with hello")
+    _check_lease(client, request.lease)
+    chain = [NewBlock(b.parent_key, b.key, b.num_tokens, b.private_offset) for b in request.chain]
+    source = Source(client.pool_fd, client.pool_bytes, client.connection.is_open)
+    started = time.monotonic()
+    blocks, refused = state.kv.publish(request.lease, chain, source, is_root=request.is_root)
+    state.counters["publish_us"] += int(1e6 * (time.monotonic() - started))
+    reply = pb.PublishReply(blocks=map(_wire_block, blocks), refused=refused)
+    client.reply(envelope.id, publish_reply=reply)
+
+
+def _release(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    _check_lease(client, envelope.release.lease)
+    state.kv.release(envelope.release.lease)
+    client.leases.discard(envelope.release.lease)
+    client.reply(envelope.id, ok=pb.Ok())
+
+
+def _check_lease(client: Client, lease: int) -> None:
+    if lease not in client.leases:
+        raise NotFoundError(f"lease {lease} is not held by this client")
+
+
+def _provide(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    if client.provider is not None:
+        raise InvalidRequestError("this client provides already")
+
+    def send(item: pb.WarmItem) -> None:
+        client.connection.send(pb.Envelope(warm_item=item))
+
+    client.reply(envelope.id, ok=pb.Ok())
+    client.provider = Provider(envelope.provide.weights_sha256, send)
+    state.warmer.add_provider(client.provider)
+
+
+def _warm_item_update(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    if client.provider is None:
+        raise InvalidRequestError("this client does not provide")
+    state.warmer.update(client.provider, envelope.warm_item_update)
+
+
+# -- control plane --------------------------------------------------------------------------
+
+
+def _warmup(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+    _check_names(envelope.warmup)
+    job = state.warmer.start(
+        fds[0],
+        envelope.warmup,
+        follow_links=_may_follow_links(client),
+        close_fd=lambda: protocol.close_all(fds),
+    )
+    client.reply(envelope.id, warmup_reply=pb.WarmupReply(job_id=job.job_id))
+    return True
+
+
+def _watch_job(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    job = state.warmer.get(envelope.watch_job.job_id)
+
+    async def watch() -> None:
+        async for progress in state.warmer.watch(job):
+            more = progress.state not in ("done", "failed", "cancelled")
+            client.connection.send(pb.Envelope(id=envelope.id, more=more, job_progress=progress))
+
+    client.run(envelope.id, "watch_job", watch())
+
+
+def _jobs(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    jobs = [job.progress(since=job.version) for job in state.warmer.jobs]
+    client.reply(envelope.id, jobs_reply=pb.JobsReply(jobs=jobs))
+
+
+def _cancel_job(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    state.warmer.cancel(state.warmer.get(envelope.cancel_job.job_id))
+    client.reply(envelope.id, ok=pb.Ok())
+
+
+def _is_warm(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> None:
+    dir_key = None
+    if fds:
+        info = os.fstat(fds[0])
+        dir_key = (info.st_dev, info.st_ino)
+    models = state.weights.find(envelope.is_warm.model, dir_key)
+    stale = [m for m in models if m.files_now() not in (None, m.identities)]
+    reply = pb.IsWarmReply(is_known=bool(models), is_warm=bool(models) and not stale)
+    if stale:
+        reply.detail = "the weight files changed since they were loaded"
+    client.reply(envelope.id, is_warm_reply=reply)
+
+
+def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    name = envelope.evict.model
+    digests = None
+    if name:
+        models = state.weights.find(name, None)
+        if not models:
+            raise NotFoundError(f"model {name!r} is not known")
+        digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
+    num_blocks, num_bytes, kept = state.kv.evict(
+        lambda stamp: digests is None or stamp.weights_sha256 in digests
+    )
+    reply = pb.EvictReply(num_blocks=num_blocks, num_bytes=num_bytes, num_kept=kept)
+    client.reply(envelope.id, evict_reply=reply)
+
+
+def _shutdown(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    engines = [c for c in state.clients if c.role == pb.ROLE_ENGINE]
+    if envelope.shutdown.only_if_unused and engines:
+        raise InvalidRequestError(f"{len(engines)} engine connections are open")
+    client.reply(envelope.id, ok=pb.Ok())
+    # After the reply has left.
+    asyncio.get_running_loop().call_later(0.05, state.stop.set)
+
+
+def _status(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    client.reply(envelope.id, status_reply=status_now(state))
+
+
+def _check_names(request: pb.AttachWeights | pb.Warmup) -> None:
+    names = (request.model_name, request.version, request.plan.description)
+    if max(map(len, names)) > MAX_TEXT:
+        raise InvalidRequestError(f"names and descriptions: at most {MAX_TEXT} characters")
+
+
+def _wire_block(block: Block) -> pb.Block:
+    return pb.Block(
+        slot=block.slot,
+        generation=block.generation,
+        offset=block.offset,
+        num_tokens=block.num_tokens,
+    )
+
+
+# Returns True when it took the descriptors over.
+Handler = Callable[[State, Client, pb.Envelope, list[int]], bool | None]
+
+HANDLERS: dict[str, Handler] = {
+    "hello": _hello,
+    "attach_weights": _attach_weights,
+    "register": _register,
+    "peek": _peek,
+    "lookup": _lookup,
+    "publish": _publish,
+    "release": _release,
+    "provide": _provide,
+    "warm_item_update": _warm_item_update,
+    "warmup": _warmup,
+    "watch_job": _watch_job,
+    "jobs": _jobs,
+    "cancel_job": _cancel_job,
+    "is_warm": _is_warm,
+    "evict": _evict,
+    "shutdown": _shutdown,
+    "status": _status,
+}

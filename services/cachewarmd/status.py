@@ -1,0 +1,73 @@
+"""What is really in use, as `cachewarmd-ctl status` shows it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from cachewarmd import __version__, layout
+from cachewarmd.state import State
+from cachewarmd.v1 import control_pb2 as pb
+
+
+def status_now(state: State) -> pb.StatusReply:
+    blocks, sizes = state.kv.usage()
+    committed = len(state.pool.extents)
+    pool = pb.PoolStatus(
+        pool_bytes=state.pool.pool_bytes,
+        committed_bytes=committed * layout.EXTENT_BYTES,
+        num_extents=state.pool.num_extents,
+        num_extents_free=sum(1 for e in state.pool.extents if not e.slot_bytes),
+        blocks=blocks,
+        bytes=sizes,
+        page_bytes=layout.PAGE_BYTES,
+    )
+    models = [
+        pb.ModelStatus(
+            model_name=model.name,
+            version=model.shown_version,
+            weights_sha256=model.segment.weights_sha256.hex(),
+            layout=model.segment.layout_id,
+            segment_bytes=model.segment.size,
+            files_present=model.files_now() is not None,
+            loaded_unix_ms=model.loaded_unix_ms,
+            plan=model.plan.description,
+        )
+        for model in state.weights.models
+        if model.segment is not None
+    ]
+    stamps = [
+        pb.StampStatus(
+            stamp=info.stamp.hex(),
+            description=info.description,
+            slot_bytes=info.slot_bytes,
+            block_size=info.block_size,
+            num_blocks=state.kv.num_blocks(info),
+        )
+        for info in state.kv.stamps
+    ]
+    clients = [
+        pb.ClientStatus(
+            client_id=client.client_id,
+            name=client.name,
+            role=pb.Role.Name(client.role).removeprefix("ROLE_").lower(),
+            pid=client.pid,
+            uid=client.connection.uid,
+            num_leases=len(client.leases),
+            is_provider=client.provider is not None,
+        )
+        for client in state.clients
+    ]
+    return pb.StatusReply(
+        version=__version__,
+        pid=os.getpid(),
+        epoch=state.epoch,
+        uptime_s=time.monotonic() - state.started,
+        socket=str(state.config.socket),
+        pool=pool,
+        models=models,
+        stamps=stamps,
+        clients=clients,
+        counters={**state.counters, **state.kv.counters, "leases": state.kv.num_leases},
+        num_jobs_active=sum(1 for job in state.warmer.jobs if not job.is_ended),
+    )
