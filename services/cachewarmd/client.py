@@ -15,9 +15,9 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ class _Reply:
         self.on_more = on_more
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """One connection to the daemon; use `Client.connect`, close it or use `with`."""
 
     def __init__(self, sock: socket.socket, on_event: Callable[[pb.Envelope], None] | None) -> None:
@@ -350,15 +350,7 @@ class Client:
             self._reader.join()
         self._sock.close()
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 
 import grpc
 from google.rpc import error_details_pb2
@@ -64,7 +64,7 @@ class Done:
 Event = Accepted | Text | Done
 
 
-class EngineClient:
+class EngineClient(AbstractContextManager["EngineClient"]):
     """One channel to an engine at `host:port` or `unix:PATH`; use it with `with`."""
 
     def __init__(self, target: str) -> None:
@@ -147,15 +147,7 @@ class EngineClient:
         """End the channel."""
         self._channel.close()
 
-    def __enter__(self) -> EngineClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

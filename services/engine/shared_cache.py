@@ -1,47 +1,31 @@
 """A worker's side of the daemon's pool: lookups with a budget, publishes nobody waits for.
 
-The daemon absent, slow or stopped is never an error here: a lookup is a miss, blocks stay private,
-and a thread keeps trying to reach it again. A connection that is given up is closed *before* any
-private block it may still copy from is reused; the daemon seals nothing it copied for a closed
-connection.
+The daemon absent, slow or stopped is never an error here: a lookup is a miss, blocks stay private.
+A connection that is given up is closed *before* any private block it may still copy from is reused;
+the daemon seals nothing it copied for a closed connection.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import structlog
 
-from cachewarmd.client import Client, SharedPool
 from cachewarmd.errors import CachewarmError, TimedOutError
-from cachewarmd.keys import Stamp, block_key, chain_keys, root_key, tail_keys
+from cachewarmd.keys import block_key, chain_keys, tail_keys
 from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import PrivateBlock, PrivatePool, SharedBlock
+from engine.daemon_link import DaemonLink, Link
 from engine.scheduler import Sequence as Request
 
 _log = structlog.get_logger()
 
 _PUBLISH_TIMEOUT_S = 2.0
-_RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 2.0
-
-
-@dataclass(frozen=True)
-class Link:
-    """One connection with what belongs to it; a new connection is a new Link."""
-
-    client: Client
-    pool: SharedPool
-    stamp_id: int
-    root: bytes
-    epoch: int
 
 
 @dataclass(eq=False)
@@ -66,101 +50,22 @@ class _Publish:
 
 
 class SharedCache:
-    """All calls from the worker's loop; the connecting thread only hands over a new Link."""
+    """What a worker does with the pool. All calls from the worker's loop."""
 
     def __init__(
-        self,
-        socket: Path,
-        stamp: Stamp,
-        weights_sha256: bytes,
-        pool: PrivatePool,
-        pool_fd: int,
-        pool_bytes: int,
-        block_size: int,
-        wake: Callable[[], None],
+        self, link: DaemonLink, pool: PrivatePool, block_size: int, wake: Callable[[], None]
     ) -> None:
-        self._socket = socket
-        self._stamp = stamp
-        self._weights_sha256 = weights_sha256
+        self._link = link
         self._pool = pool
-        self._private = (pool_fd, pool_bytes)
         self._block_size = block_size
         self._wake = wake
-        self._link: Link | None = None
         self._publishes: list[_Publish] = []
-        self._stopping = threading.Event()
-        self._retry_now = threading.Event()
-        self._thread = threading.Thread(
-            target=self._keep_connected, name="daemon-link", daemon=True
-        )
-
-    # -- the connection -------------------------------------------------------------------------
-
-    def start(self, client: Client | None) -> None:
-        """Use a connection that is there already, and keep one from now on."""
-        if client is not None:
-            self._link = self._register(client)
-        self._thread.start()
 
     @property
-    def link(self) -> Link | None:
-        """The live connection, if there is one."""
-        link = self._link
-        return link if link is not None and not link.client.is_lost else None
-
-    def _register(self, client: Client) -> Link | None:
-        request = pb.Register(
-            stamp=self._stamp.digest(),
-            slot_bytes=self._pool.block_bytes,
-            block_size=self._block_size,
-            description=f"{self._stamp.version} {self._stamp.kv_layout} {self._stamp.numerics}",
-            weights_sha256=self._weights_sha256,
-        )
-        try:
-            reply, _ = client.call(pb.Envelope(register=request), 5.0)
-        except CachewarmError as exc:
-            _log.warning("daemon_refused_register", reason=str(exc))
-            client.close()
-            return None
-        assert client.pool is not None
-        root = root_key(client.hello.salt, self._stamp.digest())
-        return Link(client, client.pool, reply.register_reply.stamp_id, root, client.hello.epoch)
-
-    def connect(self) -> Client:
-        """A worker's connection. Raises CachewarmError."""
-        return Client.connect(
-            self._socket,
-            pb.ROLE_ENGINE,
-            "worker",
-            private_pool=self._private,
-            on_event=self.on_event,
-        )
-
-    def on_event(self, envelope: pb.Envelope) -> None:
-        """For every client that this object uses, also the one given to `start`."""
-        if envelope.WhichOneof("body") is None:  # the connection ended
-            self._retry_now.set()
-            self._wake()
-
-    def _keep_connected(self) -> None:
-        """Reconnect with jittered back-off until stopped."""
-        delay = _RETRY_FIRST_S
-        while not self._stopping.is_set():
-            if self.link is not None:
-                self._retry_now.wait()
-                self._retry_now.clear()
-                continue
-            try:
-                link = self._register(self.connect())
-            except CachewarmError:
-                link = None
-            if link is not None:
-                self._link = link
-                _log.info("daemon_connected", epoch=link.epoch)
-                delay = _RETRY_FIRST_S
-                continue
-            self._stopping.wait(delay * random.uniform(0.5, 1.0))
-            delay = min(2 * delay, _RETRY_MAX_S)
+    def epoch(self) -> int:
+        """Of the daemon that is connected; 0 = none is."""
+        link = self._link.current
+        return link.epoch if link is not None else 0
 
     def close(self) -> None:
         """Wait a moment for publishes that are under way, then leave."""
@@ -168,10 +73,7 @@ class SharedCache:
         while self._publishes and time.monotonic() < end:
             self.poll()
             time.sleep(0.005)
-        self._stopping.set()
-        self._retry_now.set()
-        if self._link is not None:
-            self._link.client.close()
+        self._link.close()
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -179,7 +81,7 @@ class SharedCache:
         self, tokens: Sequence[int], budget_s: float
     ) -> tuple[CachedPrefix | None, list[SharedBlock]]:
         """Longest sealed prefix of `tokens`, leased. None = no daemon in time: stay private."""
-        link = self.link
+        link = self._link.current
         if link is None:
             return None, []
         keys = chain_keys(link.root, tokens, self._block_size)

@@ -1,34 +1,23 @@
-"""The worker process: inbox -> schedule -> forward -> sample -> outbox, on one thread.
+"""A worker's loop: inbox -> schedule -> forward -> sample -> outbox, on one thread.
 
-It dials the front, brings weights and blocks up, then loops. All of a request's state derives from
-its Submit, so nothing here has to survive: a worker that dies is replaced.
+All of a request's state derives from its Submit, so nothing here has to survive: a worker that dies
+is replaced.
 """
 
 from __future__ import annotations
 
-import os
 import queue
-import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeAlias
 
-import psutil
 import structlog
 
-from cachewarmd.client import AttachedWeights, Client, create_private_pool, load_private
-from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError
-from cachewarmd.keys import Stamp
-from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import BlockTable, OutOfBlocksError, PrivatePool
 from engine.channel import BlockingChannel, BrokenChannelError
 from engine.config import WorkerConfig
-from engine.errors import EngineError, ModelError, RequestTooLargeError
+from engine.errors import EngineError, RequestTooLargeError
 from engine.executor.base import Chunk, Executor
-from engine.models.config import ModelConfig, load_config
-from engine.models.packing import reference_plan
 from engine.request import (
     Abort,
     Finished,
@@ -38,9 +27,6 @@ from engine.request import (
     StatsRequest,
     Submit,
     ToWorker,
-    WorkerFailed,
-    WorkerHello,
-    WorkerReady,
 )
 from engine.sampler import sample
 from engine.scheduler import ScheduledChunk, Scheduler, Sequence, Status
@@ -52,6 +38,10 @@ _MIN_LOOKUP_BUDGET_S = 0.020
 _LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
 _OWED_POLL_S = 0.5
 _PENDING_POLL_S = 0.005
+
+
+# What others put there: the front's messages, the end of its channel, None to wake up.
+Inbox: TypeAlias = "queue.SimpleQueue[ToWorker | BrokenChannelError | None]"
 
 
 @dataclass
@@ -79,7 +69,7 @@ class Worker:
     def __init__(
         self,
         channel: BlockingChannel,
-        inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None],
+        inbox: Inbox,
         config: WorkerConfig,
         executor: Executor,
         pool: PrivatePool,
@@ -145,7 +135,6 @@ class Worker:
 
     def _stats(self) -> Stats:
         running = self._scheduler.running
-        link = self._cache.link if self._cache is not None else None
         return Stats(
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
@@ -154,7 +143,7 @@ class Worker:
             num_pending_publishes=self._cache.num_pending if self._cache is not None else 0,
             num_computed_tokens=self._num_computed,
             num_tail_copies=self._num_tail_copies,
-            daemon_epoch=link.epoch if link is not None else 0,
+            daemon_epoch=self._cache.epoch if self._cache is not None else 0,
             weights_source=self._weights_source,
         )
 
@@ -316,156 +305,3 @@ class Worker:
                 error=error,
             )
         )
-
-
-# -- bringing one up ----------------------------------------------------------------------------
-
-
-def _read_inbox(
-    channel: BlockingChannel, inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None]
-) -> None:
-    try:
-        while True:
-            inbox.put(channel.receive())
-    except BrokenChannelError as exc:
-        inbox.put(exc)
-
-
-def _attach_weights(
-    config: WorkerConfig, plan: pb.PackPlan, connect: Callable[[], Client] | None
-) -> tuple[AttachedWeights, Client | None]:
-    """From the daemon if it answers and makes progress, else this process's own copy."""
-    if connect is not None:
-        try:
-            client = connect()
-        except CachewarmError as exc:
-            _log.warning("daemon_not_reached_weights_private", reason=str(exc))
-        else:
-            try:
-                name, version = config.model_name, config.model_version
-                weights = client.attach_weights(config.model, name, version, plan, lambda *_: None)
-                return weights, client
-            except (ModelFilesError, InvalidRequestError):
-                client.close()
-                raise  # our own reading would find the same
-            except CachewarmError as exc:
-                _log.warning("daemon_failed_weights_private", reason=str(exc))
-                client.close()
-    return load_private(config.model, config.model_version, plan), None
-
-
-def _make_stamp(model: ModelConfig, weights: AttachedWeights, executor: Executor) -> Stamp:
-    return Stamp(
-        version=weights.version,
-        weights_sha256=weights.weights_sha256.hex(),
-        config_sha256=model.digest(),
-        compute_dtype="f32",
-        weight_quantisation="none",
-        kv_layout=f"{executor.kv_layout};theta={model.rope_theta}",
-        numerics=executor.numerics,
-    )
-
-
-def _pin(cpus: list[int]) -> list[int]:
-    """Pin this process; returns where it runs. Raises ModelError for CPUs that can't be had.
-
-    The kernel silently drops unknown CPUs of a set, so the result is compared.
-    """
-    process = psutil.Process()
-    if cpus:
-        allowed = sorted(process.cpu_affinity())
-        if not set(cpus) <= set(allowed):
-            raise ModelError(f"worker-cpus {cpus} is not allowed: among {allowed}")
-        process.cpu_affinity(cpus)
-    return sorted(process.cpu_affinity())
-
-
-def _build(
-    config: WorkerConfig,
-    channel: BlockingChannel,
-    inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None],
-) -> tuple[Worker, SharedCache | None, WorkerReady]:
-    cpus = _pin(list(config.cpus))
-    # Only here: the front and other backends live without torch.
-    from engine.executor.reference import ReferenceExecutor
-
-    model = load_config(config.model, config.max_context)
-    plan = reference_plan(model)
-    block_bytes = 4 * model.kv_elements_per_token * config.block_size
-    pool_bytes = config.private_pool_bytes // block_bytes * block_bytes
-    if not pool_bytes:
-        raise ModelError(
-            f"private-pool-bytes {config.private_pool_bytes} is not allowed: at least one block of "
-            f"{block_bytes} bytes"
-        )
-    pool_fd, pool_memory = create_private_pool(pool_bytes)
-    pool = PrivatePool(pool_memory, block_bytes)
-
-    cache: SharedCache | None = None
-
-    def connect() -> Client:
-        assert config.cachewarmd is not None
-        return Client.connect(
-            config.cachewarmd,
-            pb.ROLE_ENGINE,
-            "worker",
-            private_pool=(pool_fd, pool_bytes),
-            on_event=lambda event: cache.on_event(event) if cache is not None else None,
-        )
-
-    weights, client = _attach_weights(config, plan, connect if config.cachewarmd else None)
-    executor = ReferenceExecutor(model, plan, weights.memory, config.block_size)
-    stamp = _make_stamp(model, weights, executor)
-    if config.cachewarmd is not None:
-        cache = SharedCache(
-            config.cachewarmd,
-            stamp,
-            weights.weights_sha256,
-            pool,
-            pool_fd,
-            pool_bytes,
-            config.block_size,
-            wake=lambda: inbox.put(None),
-        )
-        cache.start(client)
-    source = "shared" if weights.is_shared else "private"
-    worker = Worker(channel, inbox, config, executor, pool, cache, source)
-    ready = WorkerReady(
-        model_version=weights.version,
-        weights_sha256=weights.weights_sha256.hex(),
-        stamp=stamp.digest().hex(),
-        backend="reference",
-        dtype="f32",
-        kv_dtype="f32",
-        block_size=config.block_size,
-        num_private_blocks=pool.num_blocks,
-        cpus=cpus,
-    )
-    return worker, cache, ready
-
-
-def run(config: WorkerConfig, front: Path) -> int:
-    """Dial the front and work for it until it is gone; returns the exit status."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(str(front))
-    channel = BlockingChannel(sock)
-    inbox: queue.SimpleQueue[ToWorker | BrokenChannelError | None] = queue.SimpleQueue()
-    cache: SharedCache | None = None
-    try:
-        channel.send(WorkerHello(os.getpid(), config.role))
-        threading.Thread(
-            target=_read_inbox, args=(channel, inbox), name="inbox", daemon=True
-        ).start()
-        try:
-            worker, cache, ready = _build(config, channel, inbox)
-        except (ModelError, CachewarmError, OSError) as exc:
-            channel.send(WorkerFailed(str(exc)))
-            return 1
-        channel.send(ready)
-        worker.run()
-    except BrokenChannelError:
-        _log.info("front_is_gone")
-    finally:
-        if cache is not None:
-            cache.close()
-    return 0

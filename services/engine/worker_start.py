@@ -1,0 +1,169 @@
+"""Brings a worker process up: pins it, attaches weights, registers its stamp, runs its loop."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from pathlib import Path
+
+import psutil
+import structlog
+
+from cachewarmd.client import AttachedWeights, Client, create_private_pool, load_private
+from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError
+from cachewarmd.keys import Stamp
+from cachewarmd.v1 import control_pb2 as pb
+from engine.block_table import PrivatePool
+from engine.channel import BlockingChannel, BrokenChannelError
+from engine.config import WorkerConfig
+from engine.daemon_link import DaemonLink
+from engine.errors import ModelError
+from engine.executor.base import Executor
+from engine.models.config import ModelConfig, load_config
+from engine.models.packing import reference_plan
+from engine.request import WorkerFailed, WorkerHello, WorkerReady
+from engine.shared_cache import SharedCache
+from engine.worker import Inbox, Worker
+
+_log = structlog.get_logger()
+
+
+def _read_inbox(channel: BlockingChannel, inbox: Inbox) -> None:
+    try:
+        while True:
+            inbox.put(channel.receive())
+    except BrokenChannelError as exc:
+        inbox.put(exc)
+
+
+def _attach_weights(
+    config: WorkerConfig, plan: pb.PackPlan, link: DaemonLink | None
+) -> tuple[AttachedWeights, Client | None]:
+    """From the daemon if it answers and makes progress, else this process's own copy."""
+    if link is not None:
+        try:
+            client = link.connect()
+        except CachewarmError as exc:
+            _log.warning("daemon_not_reached_weights_private", reason=str(exc))
+        else:
+            try:
+                name, version = config.model_name, config.model_version
+                weights = client.attach_weights(config.model, name, version, plan, lambda *_: None)
+                return weights, client
+            except (ModelFilesError, InvalidRequestError):
+                client.close()
+                raise  # our own reading would find the same
+            except CachewarmError as exc:
+                _log.warning("daemon_failed_weights_private", reason=str(exc))
+                client.close()
+    return load_private(config.model, config.model_version, plan), None
+
+
+def _make_stamp(model: ModelConfig, weights: AttachedWeights, executor: Executor) -> Stamp:
+    return Stamp(
+        version=weights.version,
+        weights_sha256=weights.weights_sha256.hex(),
+        config_sha256=model.digest(),
+        compute_dtype="f32",
+        weight_quantisation="none",
+        kv_layout=f"{executor.kv_layout};theta={model.rope_theta}",
+        numerics=executor.numerics,
+    )
+
+
+def _pin(cpus: list[int]) -> list[int]:
+    """Pin this process; returns where it runs. Raises ModelError for CPUs that can't be had.
+
+    The kernel silently drops unknown CPUs of a set, so the result is compared.
+    """
+    process = psutil.Process()
+    if cpus:
+        allowed = sorted(process.cpu_affinity())
+        if not set(cpus) <= set(allowed):
+            raise ModelError(f"worker-cpus {cpus} is not allowed: among {allowed}")
+        process.cpu_affinity(cpus)
+    return sorted(process.cpu_affinity())
+
+
+def _build(
+    config: WorkerConfig, channel: BlockingChannel, inbox: Inbox
+) -> tuple[Worker, SharedCache | None, WorkerReady]:
+    cpus = _pin(list(config.cpus))
+    # Only here: the front and other backends live without torch.
+    from engine.executor.reference import ReferenceExecutor
+
+    model = load_config(config.model, config.max_context)
+    plan = reference_plan(model)
+    block_bytes = 4 * model.kv_elements_per_token * config.block_size
+    pool_bytes = config.private_pool_bytes // block_bytes * block_bytes
+    if not pool_bytes:
+        raise ModelError(
+            f"private-pool-bytes {config.private_pool_bytes} is not allowed: at least one block of "
+            f"{block_bytes} bytes"
+        )
+    pool_fd, pool_memory = create_private_pool(pool_bytes)
+    pool = PrivatePool(pool_memory, block_bytes)
+
+    def wake() -> None:
+        inbox.put(None)
+
+    link = None
+    if config.cachewarmd is not None:
+        link = DaemonLink(config.cachewarmd, (pool_fd, pool_bytes), wake)
+    weights, client = _attach_weights(config, plan, link)
+    executor = ReferenceExecutor(model, plan, weights.memory, config.block_size)
+    stamp = _make_stamp(model, weights, executor)
+    cache = None
+    if link is not None:
+        registration = pb.Register(
+            stamp=stamp.digest(),
+            slot_bytes=block_bytes,
+            block_size=config.block_size,
+            description=f"{stamp.version} {stamp.kv_layout} {stamp.numerics}",
+            weights_sha256=weights.weights_sha256,
+        )
+        link.start(registration, client)
+        cache = SharedCache(link, pool, config.block_size, wake)
+    source = "shared" if weights.is_shared else "private"
+    worker = Worker(channel, inbox, config, executor, pool, cache, source)
+    ready = WorkerReady(
+        model_version=weights.version,
+        weights_sha256=weights.weights_sha256.hex(),
+        stamp=stamp.digest().hex(),
+        backend="reference",
+        dtype="f32",
+        kv_dtype="f32",
+        block_size=config.block_size,
+        num_private_blocks=pool.num_blocks,
+        cpus=cpus,
+    )
+    return worker, cache, ready
+
+
+def run(config: WorkerConfig, front: Path) -> int:
+    """Dial the front and work for it until it is gone; returns the exit status."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(str(front))
+    channel = BlockingChannel(sock)
+    inbox: Inbox = queue.SimpleQueue()
+    cache: SharedCache | None = None
+    try:
+        channel.send(WorkerHello(os.getpid(), config.role))
+        threading.Thread(
+            target=_read_inbox, args=(channel, inbox), name="inbox", daemon=True
+        ).start()
+        try:
+            worker, cache, ready = _build(config, channel, inbox)
+        except (ModelError, CachewarmError, OSError) as exc:
+            channel.send(WorkerFailed(str(exc)))
+            return 1
+        channel.send(ready)
+        worker.run()
+    except BrokenChannelError:
+        _log.info("front_is_gone")
+    finally:
+        if cache is not None:
+            cache.close()
+    return 0
