@@ -75,7 +75,7 @@ def test_bad_requests_are_refused_by_name_and_a_good_stream_is_not_disturbed(
 ) -> None:
     """Every refusal has its status, reason, field and limit; nothing of it reaches the worker."""
     prompt = make_prompt(40, 160)
-    options = {"max_tokens": 900, "ignore_eos": True}
+    options = {"max_tokens": 600, "ignore_eos": True}
     whole = shared_engine.generate(prompt, bypass_prefix_cache=True, **options).ids
     finished = shared_engine.info().num_requests_finished
     good = shared_engine.stream(prompt, request_id="the-good-one", **options)

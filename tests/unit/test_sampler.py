@@ -64,10 +64,10 @@ def test_filters_leave_what_their_definition_leaves(
 ) -> None:
     """Drawn tokens are among those a brute-force filter leaves, and all likely ones occur."""
     params = SamplingParams(temperature, top_p, top_k, min_p)
-    for seed in range(4):
+    for seed in range(3):
         logits = row(seed)
         allowed = allowed_by_definition(logits, params)
-        seen = set(draws(logits, params, 150))
+        seen = set(draws(logits, params, 80))
         assert seen <= allowed
         chance = np.exp(logits.astype(np.float64) / temperature)
         share = {token: chance[token] / sum(chance[list(allowed)]) for token in allowed}
@@ -75,9 +75,9 @@ def test_filters_leave_what_their_definition_leaves(
 
 
 def test_frequencies_follow_the_distribution() -> None:
-    """Chi-square of 20,000 draws against the softmax stays below its 99.9 % point."""
+    """Chi-square of 5,000 draws against the softmax stays below its 99.9 % point."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.05, 0.05], dtype=np.float32))
-    count = 20_000
+    count = 5_000
     seen = draws(logits, SamplingParams(temperature=1.0), count)
     expected = np.exp(logits.astype(np.float64)) * count
     chi_square = sum((seen[i] - expected[i]) ** 2 / expected[i] for i in range(5))
