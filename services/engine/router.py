@@ -34,6 +34,7 @@ class ActiveRequest:
     output_ids: list[int] = field(default_factory=list)
     num_failovers: int = 0
     is_started: bool = False
+    is_aborted: bool = False
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
     def current(self) -> Submit:
@@ -96,15 +97,18 @@ class Router:
         request = self._active.get(request_id)
         if request is None:
             return False
+        request.is_aborted = True
         if self._send is not None:
             self._send(Abort(request_id, request.attempt))
         else:
-            request.events.put_nowait(self._cancelled(request))
+            self._end_as_cancelled(request)
         return True
 
     @staticmethod
-    def _cancelled(request: ActiveRequest) -> Finished:
-        return Finished(request.submit.request_id, request.attempt, "cancelled", 0, 0, 0, 0, 0)
+    def _end_as_cancelled(request: ActiveRequest) -> None:
+        request.events.put_nowait(
+            Finished(request.submit.request_id, request.attempt, "cancelled", 0, 0, 0, 0, 0)
+        )
 
     def forget(self, request: ActiveRequest) -> None:
         """Its stream is over, whoever ended it; what a worker still computes for it is stopped."""
@@ -119,7 +123,8 @@ class Router:
         """A worker takes requests: it gets all active ones."""
         self._send = send
         for request in self._active.values():
-            send(request.current())
+            if not request.is_aborted:
+                send(request.current())
 
     def worker_lost(self) -> None:
         """Its requests wait for the next one, under a new attempt."""
@@ -130,7 +135,9 @@ class Router:
                 self.num_failovers += 1
             was_started, request.is_started = request.is_started, False
             request.attempt = next(self._attempts)
-            if was_started and request.num_failovers >= MAX_ATTEMPTS:
+            if request.is_aborted:
+                self._end_as_cancelled(request)  # the worker died before it read the Abort
+            elif was_started and request.num_failovers >= MAX_ATTEMPTS:
                 _log.error("request_given_up", request_id=request.submit.request_id)
                 request.events.put_nowait(
                     errors.InternalError(f"{request.num_failovers} workers died on this request")

@@ -207,6 +207,19 @@ def test_an_abort_goes_to_the_worker_or_ends_what_has_none() -> None:
     assert events_of(request) == [], "the worker's own last word ends it"
 
 
+def test_an_abort_that_died_with_its_worker_still_ends_the_request() -> None:
+    """A worker that dies before it reads the Abort: no other gets the request, it is cancelled."""
+    router = Router(4)
+    _, request = Worker(router), make()
+    router.submit(request)
+    assert router.abort("a")
+    router.worker_lost()
+    assert [event.reason for event in events_of(request) if isinstance(event, Finished)] == [
+        "cancelled"
+    ]
+    assert Worker(router).inbox == []
+
+
 def test_without_any_worker_left_everything_fails() -> None:
     """Nobody waits for what will not come."""
     router = Router(4)
