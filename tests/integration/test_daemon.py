@@ -83,7 +83,7 @@ def hello(**fields: object) -> pb.Envelope:
 # -- start and socket -----------------------------------------------------------------------------
 
 
-def test_second_daemon_exits_75_and_the_first_keeps_serving(daemon: Daemon) -> None:
+def test_g13_second_daemon_exits_75_and_the_first_keeps_serving(daemon: Daemon) -> None:
     """The loser says why, and the winner's clients notice nothing."""
     with daemon.client() as client:
         with pytest.raises(StartFailedError, match="another cachewarmd serves") as failed:
@@ -93,7 +93,7 @@ def test_second_daemon_exits_75_and_the_first_keeps_serving(daemon: Daemon) -> N
     assert daemon.status().pid == daemon.pid
 
 
-def test_of_concurrent_starts_exactly_one_wins(short_dir: Path) -> None:
+def test_g13_of_concurrent_starts_exactly_one_wins(short_dir: Path) -> None:
     """Eight at once on one socket: one serves, seven exit 75."""
     with contextlib.ExitStack() as stack:
         daemons = [Daemon(short_dir / "s", "64MiB") for _ in range(8)]
@@ -109,7 +109,7 @@ def test_of_concurrent_starts_exactly_one_wins(short_dir: Path) -> None:
         assert outcomes == [Daemon.status(daemons[0]).pid]
 
 
-def test_socket_of_a_killed_daemon_is_replaced_and_the_epoch_grows(short_dir: Path) -> None:
+def test_g13_socket_of_a_killed_daemon_is_replaced_and_the_epoch_grows(short_dir: Path) -> None:
     """After kill -9 the next start needs no cleaning up, and clients can tell the two apart."""
     with Daemon(short_dir / "s", "64MiB") as first:
         epoch = first.status().epoch
@@ -125,7 +125,7 @@ def test_socket_of_a_killed_daemon_is_replaced_and_the_epoch_grows(short_dir: Pa
     assert not (short_dir / "s").exists()
 
 
-def test_other_file_at_the_socket_path_stops_the_start(short_dir: Path) -> None:
+def test_g13_other_file_at_the_socket_path_stops_the_start(short_dir: Path) -> None:
     """Nothing of the user's is deleted; the message says what is in the way."""
     path = short_dir / "s"
     path.write_text("precious")
@@ -135,7 +135,7 @@ def test_other_file_at_the_socket_path_stops_the_start(short_dir: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_socket_path_may_have_107_bytes_and_not_one_more(short_dir: Path) -> None:
+def test_g13_socket_path_may_have_107_bytes_and_not_one_more(short_dir: Path) -> None:
     """The kernel's limit is a clear error on both sides."""
     room = 107 - len(os.fsencode(short_dir)) - 1
     with Daemon(short_dir / ("s" * room), "64MiB") as daemon:
@@ -157,13 +157,13 @@ def test_start_without_permission_is_a_clear_error(short_dir: Path) -> None:
     assert len(failed.value.stderr.splitlines()) == 1
 
 
-def test_pool_larger_than_the_host_is_refused(short_dir: Path) -> None:
+def test_g3_pool_larger_than_the_host_is_refused(short_dir: Path) -> None:
     """Needed and available bytes are told, and nothing is allocated."""
     with pytest.raises(StartFailedError, match=f"needs {64 << 40} bytes, [0-9]+ are available"):
         Daemon(short_dir / "s", "64TiB").start()
 
 
-def test_pool_larger_than_the_cgroup_allows_is_refused(short_dir: Path, tmp_path: Path) -> None:
+def test_g3_pool_larger_than_the_cgroup_allows_is_refused(short_dir: Path, tmp_path: Path) -> None:
     """The limit is found before the kernel would kill for it."""
     fake_cgroup(tmp_path, RESERVE_BYTES + (100 << 20))
     flags = ["--cgroup-root", str(tmp_path)]

@@ -265,7 +265,7 @@ def test_stop_does_not_wait_for_a_load(short_dir: Path, model: Path) -> None:
         assert "Traceback" not in daemon.log()
 
 
-def test_weights_beyond_the_limit_are_refused_and_the_daemon_lives(
+def test_g3_weights_beyond_the_limit_are_refused_and_the_daemon_lives(
     short_dir: Path, tmp_path: Path, model: Path
 ) -> None:
     """NO_SPACE with needed and available bytes; what fits is still served."""
