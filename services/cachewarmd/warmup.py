@@ -76,6 +76,8 @@ class Job:
             items=items,
             error=self.error,
             model_name=self.model_name,
+            num_items=len(self.items),
+            num_items_done=len(self.items) - self.num_open,
         )
 
 

@@ -45,11 +45,11 @@ def _serve(flags: argparse.Namespace) -> int:
 def _worker(flags: argparse.Namespace) -> int:
     from engine import worker_start
 
-    log.configure("cachewarm-worker", os.environ.get("CACHEWARM_ENGINE_LOG_LEVEL", "info"))
     try:
         settings = config.WorkerConfig.from_json(flags.config_json)
     except options.OptionError as exc:
         options.die(PROGRAM, str(exc), 2)
+    log.configure("cachewarm-worker", settings.log_level)
     return worker_start.run(settings, Path(flags.front.removeprefix("unix:")))
 
 

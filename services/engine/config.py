@@ -131,6 +131,8 @@ class WorkerConfig:
     """What a worker process needs; travels as JSON on its command line."""
 
     role: str
+    backend: str
+    log_level: str
     model: Path
     model_name: str
     model_version: str

@@ -57,6 +57,8 @@ def _worker_config(
     default = block_bytes * (-(-model.max_context // config.block_size) + 1)
     return WorkerConfig(
         role="unified",
+        backend=config.backend,
+        log_level=config.log_level,
         model=config.model,
         model_name=config.model_name,
         model_version=config.model_version,
@@ -118,14 +120,13 @@ class Front:
         try:
             if self._socket is not None:
                 started_daemon = await daemon.ensure_daemon(self._socket, config.pool_bytes)
-            await self._serve(workers)
+            await self._serve(workers, server)
         finally:
-            await self._shut_down(server)
             if started_daemon and not config.keep_daemon and self._socket is not None:
                 await daemon.stop_daemon(self._socket)
 
-    async def _serve(self, workers: WorkerSupervisor) -> None:
-        """Keep a worker until told to stop, then drain. Raises StartError."""
+    async def _serve(self, workers: WorkerSupervisor, server: grpc.aio.Server) -> None:
+        """Keep a worker until told to stop, then drain and end both. Raises StartError."""
         running = asyncio.create_task(workers.run())
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -137,7 +138,9 @@ class Front:
             if self._provider is not None:
                 self._provider.cancel()
             workers.stop()
-            await running
+            shutting_down = asyncio.create_task(self._shut_down(server))
+            await asyncio.wait({running, shutting_down})
+            running.result()
 
     async def _drain(self, running: asyncio.Task[None]) -> None:
         """Started streams finish; the health check and new calls say NOT_SERVING at once."""

@@ -91,7 +91,9 @@ def _build(
     config: WorkerConfig, channel: BlockingChannel, inbox: Inbox
 ) -> tuple[Worker, SharedCache | None, WorkerReady]:
     cpus = _pin(list(config.cpus))
-    # Only here: the front and other backends live without torch.
+    if config.backend not in ("auto", "reference"):
+        raise ModelError(f"backend {config.backend!r} is not allowed: auto, reference")
+    # Only here: the front, and other backends, live without torch.
     from engine.executor.reference import ReferenceExecutor
 
     model = load_config(config.model, config.max_context)
@@ -132,7 +134,7 @@ def _build(
         model_version=weights.version,
         weights_sha256=weights.weights_sha256.hex(),
         stamp=stamp.digest().hex(),
-        backend="reference",
+        backend=executor.name,
         dtype="f32",
         kv_dtype="f32",
         block_size=config.block_size,

@@ -152,6 +152,8 @@ def test_the_daemons_socket_follows_the_setting() -> None:
 def test_a_workers_config_survives_its_journey() -> None:
     """What the front writes on the command line is what the worker reads."""
     made = WorkerConfig(
+        backend="reference",
+        log_level="info",
         role="unified",
         model=Path("/m"),
         model_name="m",

@@ -163,6 +163,7 @@ def job_data(job: pb.JobProgress) -> dict[str, Any]:
         "model_name": job.model_name,
         "state": job.state,
         "error": job.error,
+        "prompts": {"total": job.num_items, "ended": job.num_items_done},
         "weights": {
             "done": job.weights_done,
             "already_warm": job.weights_already_warm,
@@ -187,5 +188,15 @@ def weights_text(job: pb.JobProgress) -> str:
 
 def jobs(told: Sequence[pb.JobProgress]) -> Draw:
     """Warm-up jobs, old ones too."""
-    rows = [(j.job_id, j.model_name, j.state, weights_text(j), j.error) for j in told]
-    return table("jobs", ("job", "model", "state", "weights", "error"), rows)
+    rows = [
+        (
+            j.job_id,
+            j.model_name,
+            j.state,
+            weights_text(j),
+            f"{j.num_items_done} of {j.num_items}",
+            j.error,
+        )
+        for j in told
+    ]
+    return table("jobs", ("job", "model", "state", "weights", "prompts", "error"), rows)

@@ -440,7 +440,7 @@ class JobItem(_message.Message):
     def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[ItemState, str]] = ..., num_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., already_warm: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class JobProgress(_message.Message):
-    __slots__ = ("job_id", "state", "weights", "weights_done", "weights_already_warm", "items", "error", "model_name")
+    __slots__ = ("job_id", "state", "weights", "weights_done", "weights_already_warm", "items", "error", "model_name", "num_items", "num_items_done")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -449,6 +449,8 @@ class JobProgress(_message.Message):
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ITEMS_DONE_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     state: str
     weights: AttachProgress
@@ -457,7 +459,9 @@ class JobProgress(_message.Message):
     items: _containers.RepeatedCompositeFieldContainer[JobItem]
     error: str
     model_name: str
-    def __init__(self, job_id: _Optional[int] = ..., state: _Optional[str] = ..., weights: _Optional[_Union[AttachProgress, _Mapping]] = ..., weights_done: _Optional[bool] = ..., weights_already_warm: _Optional[bool] = ..., items: _Optional[_Iterable[_Union[JobItem, _Mapping]]] = ..., error: _Optional[str] = ..., model_name: _Optional[str] = ...) -> None: ...
+    num_items: int
+    num_items_done: int
+    def __init__(self, job_id: _Optional[int] = ..., state: _Optional[str] = ..., weights: _Optional[_Union[AttachProgress, _Mapping]] = ..., weights_done: _Optional[bool] = ..., weights_already_warm: _Optional[bool] = ..., items: _Optional[_Iterable[_Union[JobItem, _Mapping]]] = ..., error: _Optional[str] = ..., model_name: _Optional[str] = ..., num_items: _Optional[int] = ..., num_items_done: _Optional[int] = ...) -> None: ...
 
 class Jobs(_message.Message):
     __slots__ = ()

@@ -29,6 +29,7 @@ class Chunk:
 class Executor(Protocol):
     """One model on one backend."""
 
+    name: str  # of the backend
     block_bytes: int
     kv_layout: str  # for the stamp: order, dtype, block size, rope
     numerics: str  # for the stamp: backend, ISA class, versions

@@ -24,6 +24,8 @@ from engine.models.decoder import Decoder
 class ReferenceExecutor:
     """Implements `executor.base.Executor`."""
 
+    name = "reference"
+
     def __init__(
         self,
         config: ModelConfig,
