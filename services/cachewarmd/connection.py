@@ -19,6 +19,22 @@ _PEERCRED = struct.Struct("3i")
 _MAX_UNSENT_BYTES = 32 << 20
 
 
+_SO_PEERPIDFD = 77  # <asm-generic/socket.h>, Linux 6.5
+
+
+def _peer_pidfd(sock: socket.socket, pid: int) -> int:
+    """A handle on the peer's process. Raises OSError (ESRCH: it is gone).
+
+    By pid only where the kernel has nothing better: the number may be another process's by now.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as exc:
+        if exc.errno != errno.ENOPROTOOPT:
+            raise
+        return os.pidfd_open(pid)
+
+
 class Connection:
     """Non-blocking frames over one accepted socket.
 
@@ -43,7 +59,7 @@ class Connection:
         self.pid, self.uid, _ = _PEERCRED.unpack(raw)
         self._was_gone = False
         try:
-            self._pidfd = os.pidfd_open(self.pid)
+            self._pidfd = _peer_pidfd(sock, self.pid)
         except OSError as exc:
             self._pidfd = -1
             # Anything but "no such process" proves nothing: a peer in another pid namespace has

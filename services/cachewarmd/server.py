@@ -35,6 +35,7 @@ _log = structlog.get_logger()
 MAX_CONNECTIONS = 256
 # Leases of a peer that closed its socket but lives on: it may still be reading these blocks.
 QUARANTINE_S = 60.0
+IDLE_CHECK_S = 5.0
 _HELLO_TIMEOUT_S = 10.0
 _ACCEPT_PAUSE_S = 0.1
 
@@ -62,6 +63,7 @@ class Server:
         loop = asyncio.get_running_loop()
         loop.add_reader(listener.fileno(), self._accept, listener)
         self._spawn(self._commit_pool())
+        self._spawn(self._check_when_idle())
         if self._state.config.exit_when_unused is not None:
             self._spawn(self._exit_when_unused(self._state.config.exit_when_unused))
         ready()
@@ -96,6 +98,20 @@ class Server:
         except NoSpaceError as exc:
             missing = self._state.give_up_extents()
             _log.warning("pool_smaller_than_asked", reason=str(exc), extents_missing=missing)
+
+    async def _check_when_idle(self) -> None:
+        """Look for a broken invariant whenever something was done and nobody asks any more."""
+        checked = seen = 0
+        while True:
+            await asyncio.sleep(IDLE_CHECK_S)
+            seen, before = self._state.counters["frames"], seen
+            if seen == before and seen != checked:
+                checked = seen
+                try:
+                    self._state.kv.check_invariants()
+                except AssertionError as exc:
+                    self._state.counters["broken_invariants"] += 1
+                    _log.error("broken_invariant", what=str(exc))
 
     async def _exit_when_unused(self, limit: float) -> None:
         last_used = time.monotonic()

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -378,6 +379,23 @@ def can_connect(daemon: Daemon) -> bool:
     except CachewarmError:
         return False
     return True
+
+
+def test_an_idle_daemon_looks_for_broken_invariants(short_dir: Path) -> None:
+    """One that finds none says nothing; a planted one is counted and logged, once."""
+    check = "import cachewarmd.server as s, cachewarmd.kv as k; s.IDLE_CHECK_S = 0.1"
+    broken = f"""{check}
+def fail(self): raise AssertionError("planted")
+k.BlockStore.check_invariants = fail"""
+    with Daemon(short_dir / "a", "64MiB", prelude=check) as daemon:
+        with connect_worker(daemon.socket) as worker:
+            worker.publish(worker.lookup("b").lease, "b")
+        time.sleep(0.5)
+        assert "broken_invariants" not in daemon.status().counters
+    with Daemon(short_dir / "b", "64MiB", prelude=broken) as daemon:
+        daemon.status()
+        wait_until(lambda: "planted" in daemon.log(), "the log line")
+        assert daemon.status().counters["broken_invariants"] == 1
 
 
 # -- the data plane -------------------------------------------------------------------------------

@@ -132,11 +132,11 @@ def test_g1_engines_come_and_go_and_the_others_stream_on(
 ) -> None:
     """A leaves in order, then by kill -9, while B streams; C attaches and hits what they left."""
     prompt, theirs = make_prompt(50, 602), make_prompt(70, 603)
-    whole = staying.generate(prompt, max_tokens=450, bypass_prefix_cache=True).ids
+    whole = staying.generate(prompt, max_tokens=1000, bypass_prefix_cache=True).ids
     with Engine(m_rand_dir, daemon.socket) as coming:
         answer = coming.generate(theirs, max_tokens=4)
         for leave in (coming.stop, coming.kill_all):
-            stream = staying.stream(prompt, max_tokens=450)
+            stream = staying.stream(prompt, max_tokens=1000)
             stream.wait_for_tokens(1)
             leave()
             assert stream.done is None, "make it longer: B was done before A had left"
