@@ -11,9 +11,11 @@ import time
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
-from engine.block_table import BlockTable, OutOfBlocksError, PrivatePool
+from engine.block_table import BlockTable, OutOfBlocksError, PrivatePool, SharedBlock
 from engine.channel import BlockingChannel, BrokenChannelError
 from engine.config import WorkerConfig
 from engine.errors import EngineError, RequestTooLargeError
@@ -182,6 +184,8 @@ class Worker:
         state = self._states[sequence]
         write_from = max(chunk.start, sequence.num_sealed)
         copies = sequence.table.num_tail_copies
+        # Before the tail is copied: what was copied from is checked like what is read in place.
+        read = sequence.table.shared_blocks
         try:
             sequence.table.make_writable(write_from, chunk.end)
         except OutOfBlocksError:
@@ -201,7 +205,7 @@ class Worker:
                 )
             ]
         )
-        if not self._is_intact(sequence, state):
+        if not self._is_intact(state, read):
             self._start_over(sequence, state)
             return
         self._measure(chunk, time.monotonic() - started)
@@ -224,10 +228,10 @@ class Worker:
         else:
             self._fail(sequence, self._too_large(sequence))
 
-    def _is_intact(self, sequence: Sequence, state: _Running) -> bool:
+    def _is_intact(self, state: _Running, read: list[SharedBlock]) -> bool:
         if self._cache is None or state.prefix is None:
             return True
-        return self._cache.is_intact(state.prefix, sequence.table.shared_blocks)
+        return self._cache.is_intact(state.prefix, read)
 
     def _start_over(self, sequence: Sequence, state: _Running) -> None:
         """Blocks it read were reused after the lease was lost: drop the step, compute anew."""
@@ -244,10 +248,11 @@ class Worker:
             before = self._seconds_per_token or each
             self._seconds_per_token = 0.8 * before + 0.2 * each
 
-    def _sample(self, sequence: Sequence, logits: object) -> int:
+    @staticmethod
+    def _sample(sequence: Sequence, logits: npt.NDArray[np.float32]) -> int:
         submit = sequence.submit
         return sample(
-            logits,  # type: ignore[arg-type]
+            logits,
             submit.sampling,
             submit.resolved_seed,
             submit.sample_index,
