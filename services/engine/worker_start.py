@@ -94,7 +94,12 @@ def _build(
     if config.backend not in ("auto", "reference"):
         raise ModelError(f"backend {config.backend!r} is not allowed: auto, reference")
     # Only here: the front, and other backends, live without torch.
-    from engine.executor.reference import ReferenceExecutor
+    try:
+        from engine.executor.reference import ReferenceExecutor
+    except ModuleNotFoundError as exc:
+        raise ModelError(
+            f"the reference backend needs {exc.name}: pip install 'cachewarm[torch]'"
+        ) from exc
 
     model = load_config(config.model, config.max_context)
     plan = reference_plan(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from engine.client import CallError, call_error
 from engine.v1 import engine_pb2 as pb
 from engine.v1.engine_pb2_grpc import EngineServiceStub
+from tests.daemon import environment
 from tests.engine import Engine, make_prompt, serve_fails
 from tests.fixtures.models import EOS, FIRST_BYTE, write_m_chain, write_m_rand
 
@@ -270,3 +272,13 @@ def test_a_private_pool_below_one_block_is_refused(m_rand_dir: Path) -> None:
     assert status == 1
     assert "private-pool-bytes 32767" in last_line(stderr)
     assert "32768" in last_line(stderr)
+
+
+def test_without_torch_the_engine_names_what_to_install(m_rand_dir: Path, tmp_path: Path) -> None:
+    """A base install can't run the reference backend: one line says how to get it."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')\n")
+    paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    settings = ("--model", str(m_rand_dir), "--cachewarmd", "off", "--port", "0")
+    status, stderr = serve_fails(*settings, env={"PYTHONPATH": paths})
+    assert status == 1
+    assert "needs torch: pip install 'cachewarm[torch]'" in last_line(stderr)
