@@ -8,7 +8,7 @@ from tests.daemon import Daemon, wait_until
 from tests.engine import Engine, evict_all, make_prompt
 from tests.worker import connect_worker
 
-NUM_OUTPUT = 1500
+NUM_OUTPUT = 2200
 # One extent, so that what is published after an eviction lies where the old blocks lay.
 POOL = "64MiB"
 SHORT_QUARANTINE = "import cachewarmd.server as s; s.QUARANTINE_S = 0.2"
