@@ -85,7 +85,7 @@ class Stream:
         except CallError as exc:
             self.error = exc
         finally:
-            events.close()  # type: ignore[attr-defined]
+            events.close()
 
     def wait_for_tokens(self, count: int) -> None:
         """Returns when at least that many messages with tokens are here."""

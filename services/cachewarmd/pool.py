@@ -123,7 +123,7 @@ class Pool:
         """Copy `num_bytes` from a client's private pool into the slot; False if unreadable."""
         self.records[slot]["state"] = BlockState.RESERVED
         start = self.offset_of(slot)
-        target = memoryview(self.memory[start : start + num_bytes])  # type: ignore[arg-type]
+        target = self.memory[start : start + num_bytes].data
         done = 0
         while done < num_bytes:
             try:

@@ -54,7 +54,9 @@ def _worker_config(
 ) -> WorkerConfig:
     block_bytes = 4 * model.kv_elements_per_token * config.block_size
     # One request of the longest context, and the copy of a short tail.
-    default = block_bytes * (-(-model.max_context // config.block_size) + 1)
+    pool_bytes = block_bytes * (-(-model.max_context // config.block_size) + 1)
+    if config.private_pool_bytes is not None:
+        pool_bytes = config.private_pool_bytes
     return WorkerConfig(
         role="unified",
         backend=config.backend,
@@ -64,7 +66,7 @@ def _worker_config(
         model_version=config.model_version,
         cachewarmd=config.daemon_socket(environ),
         cpus=config.worker_cpus,
-        private_pool_bytes=config.private_pool_bytes or default,
+        private_pool_bytes=pool_bytes,
         block_size=config.block_size,
         prefill_chunk=config.prefill_chunk,
         max_context=config.max_context,

@@ -92,7 +92,7 @@ def test_bad_requests_are_refused_by_name_and_a_good_stream_is_not_disturbed(
         stub = EngineServiceStub(channel)
         for request, field in (
             (pb.GenerateRequest(), "prompt"),
-            (pb.GenerateRequest(text="x", urgency=77), "urgency"),  # type: ignore[arg-type]
+            (pb.GenerateRequest(text="x", urgency=77), "urgency"),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 list(stub.Generate(request))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ from tests.daemon import Daemon, environment, wait_until
 from tests.engine import Engine, make_prompt
 
 REPEATS = 20
-# One second is the promise; three on a machine that may be busy with other things.
-LIMIT_S = 3.0
+# One second is the promise; a single one may take three where other things keep the machine busy.
+LIMIT_S = 1.0
+OUTLIER_S = 3.0
 
 _CLIENT = """
 import sys
@@ -41,7 +43,7 @@ def report(record_property: object, request: pytest.FixtureRequest) -> Iterator[
     took: list[float] = []
     yield took
     if took:
-        record_property("longest_s", round(max(took), 3))  # type: ignore[operator]
+        record_property("longest_s", round(max(took), 3))
         print(f"{request.node.name}: {len(took)} times, longest {max(took):.3f} s")
 
 
@@ -76,7 +78,8 @@ def check(engine: Engine, took: list[float]) -> None:
     before = counts(engine)
     time.sleep(0.1)
     assert counts(engine) == before, "something is still being computed"
-    assert max(took) < LIMIT_S
+    assert statistics.median(took) < LIMIT_S
+    assert max(took) < OUTLIER_S
 
 
 def test_f1_a_request_cancelled_in_decode_leaves_nothing(
@@ -87,7 +90,7 @@ def test_f1_a_request_cancelled_in_decode_leaves_nothing(
         events = engine.client().generate(make_prompt(40, 50 + number), max_tokens=3000)
         for _ in range(2 + number % 3):
             next(events)
-        events.close()  # type: ignore[attr-defined]
+        events.close()
         report.append(time_to_baseline(engine, shared_daemon))
     check(engine, report)
 
@@ -101,7 +104,7 @@ def test_f1_a_request_cancelled_in_prefill_leaves_nothing(
         events = engine.client().generate(make_prompt(3000, 80 + number), max_tokens=10)
         next(events)
         wait_until(lambda had=computed: counts(engine)[1] > had, "a step of the prefill")
-        events.close()  # type: ignore[attr-defined]
+        events.close()
         report.append(time_to_baseline(engine, shared_daemon))
         assert counts(engine)[1] < computed + 3000, "the prefill went on to its end"
     check(engine, report)
@@ -117,7 +120,7 @@ def test_f1_a_request_cancelled_in_the_queue_leaves_nothing(
         events = engine.client().generate(make_prompt(200, 111 + number), max_tokens=10)
         next(events)
         assert engine.info().num_requests_waiting == 1
-        events.close()  # type: ignore[attr-defined]
+        events.close()
         report.append(time_to_baseline(engine, shared_daemon, num_others=1))
     assert ahead.error is None
     assert ahead.done is None, "make it longer: the others found an empty engine"
@@ -179,7 +182,7 @@ def test_an_id_can_be_used_again_at_once(engine: Engine, shared_daemon: Daemon) 
         next(events)
         next(events)
         engine.client().abort("again")
-        events.close()  # type: ignore[attr-defined]
+        events.close()
         # The server learns of the cancel a moment later; until then the id is taken.
         wait_until(lambda: not engine.client().abort("again"), "the id to be free")
         answer = engine.generate(prompt, max_tokens=5, request_id="again")

@@ -92,7 +92,7 @@ def test_f7_sigterm_lets_streams_finish_and_leaves_nothing(
     family = psutil.Process(engine.pid).children(recursive=True)
     prompt = make_prompt(50, 151)
     watch.when(SERVING)
-    stream = engine.stream(prompt, max_tokens=250)
+    stream = engine.stream(prompt, max_tokens=500)
     stream.wait_for_tokens(3)
     engine.terminate()
     sent = time.monotonic()
@@ -105,7 +105,7 @@ def test_f7_sigterm_lets_streams_finish_and_leaves_nothing(
     engine.terminate()
     answer = stream.result()
     ended = time.monotonic()
-    assert (len(answer.ids), answer.done.finish_reason) == (250, "length")
+    assert (len(answer.ids), answer.done.finish_reason) == (500, "length")
     assert answer.ids[:8] == oracle(prompt, 8)
     answers.append(answer.ids)
     assert answer.ids == answers[0]

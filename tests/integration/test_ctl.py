@@ -619,7 +619,7 @@ def test_stopped_daemon_is_exit_6(
     own_ctl: Ctl, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon that does not answer is not one that is not there."""
-    connect = Client.connect.__func__  # type: ignore[attr-defined]
+    connect = Client.connect.__func__
 
     def impatient(cls: type[Client], *args: Any, **kwargs: Any) -> Client:
         return connect(cls, *args, **{**kwargs, "timeout": 0.2})

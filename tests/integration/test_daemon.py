@@ -50,7 +50,7 @@ needs_root = pytest.mark.skipif(
 
 
 def ask(client: Client, **body: object) -> pb.Envelope:
-    return client.call(pb.Envelope(**body), PATIENCE_S)[0]  # type: ignore[arg-type]
+    return client.call(pb.Envelope(**body), PATIENCE_S)[0]
 
 
 def evict_all(daemon: Daemon) -> pb.EvictReply:
@@ -79,7 +79,7 @@ def read_to_end(sock: socket.socket) -> list[pb.Envelope]:
 
 def hello(**fields: object) -> pb.Envelope:
     given = {"protocol_version": protocol.PROTOCOL_VERSION, "role": pb.ROLE_OBSERVER, **fields}
-    return pb.Envelope(id=1, hello=pb.Hello(**given))  # type: ignore[arg-type]
+    return pb.Envelope(id=1, hello=pb.Hello(**given))
 
 
 # -- start and socket -----------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_a_prompt_must_have_tokens_of_the_vocabulary(
 ) -> None:
     """Unset, empty, or with an id the model does not have: refused."""
     with pytest.raises(errors.InvalidParameterError) as caught:
-        make_submit(pb.GenerateRequest(**prompt), tokenizer, LIMITS)  # type: ignore[arg-type]
+        make_submit(pb.GenerateRequest(**prompt), tokenizer, LIMITS)
     assert caught.value.violations[0][0] == field
 
 

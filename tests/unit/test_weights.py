@@ -111,7 +111,7 @@ MALFORMED: Mapping[str, tuple[Header | bytes, bytes, str]] = {
     "wrong byte count": ({"a": entry([2], 0, 4)}, bytes(4), "4 bytes for shape"),
     "negative offset": ({"a": entry([2], -8, 0)}, b"", "not a size"),
     "negative dimension": ({"a": entry([-2], 0, 8)}, bytes(8), "not a size"),
-    "fraction": ({"a": entry([2.0], 0, 8)}, bytes(8), "not a size"),  # type: ignore[list-item]
+    "fraction": ({"a": entry([2.0], 0, 8)}, bytes(8), "not a size"),
     "boolean": ({"a": entry([True, 2], 0, 8)}, bytes(8), "not a size"),
     "huge dimension": ({"a": entry([1 << 62, 1 << 62], 0, 8)}, bytes(8), "8 bytes for shape"),
     "many dimensions": ({"a": entry([1] * 1000, 0, 4)}, bytes(4), "1000 dimensions"),
