@@ -127,6 +127,8 @@ class Engine:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="cwe-", dir="/tmp"))
         self._flags = ["--model", str(model_dir), "--cachewarmd", str(cachewarmd)]
         self._flags += ["--port", str(port), *extra]
+        if "--http-port" not in extra:
+            self._flags += ["--http-port", "off"]
         self._env = {**environment(), "XDG_RUNTIME_DIR": str(self.runtime_dir), **(env or {})}
         self._stdout = self.runtime_dir / "stdout"
         self._stderr = self.runtime_dir / "stderr"

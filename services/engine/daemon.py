@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from cachewarmd.client import Client
-from cachewarmd.errors import CachewarmError, InvalidRequestError, UnreachableError
+from cachewarmd.errors import CachewarmError, InvalidRequestError, NotFoundError, UnreachableError
 from cachewarmd.v1 import control_pb2 as pb
 from engine import errors
 from engine.request import Finished, Output, Progress, SamplingParams, Submit, WorkerReady
@@ -22,6 +22,7 @@ from engine.workers import entry_command
 _log = structlog.get_logger()
 
 _PROBE_TIMEOUT_S = 1.0
+_FLUSH_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 20.0
 _LINGER_S = 600.0  # a daemon we started outlives our crash by this much
 _ALREADY_SERVED = 75
@@ -90,6 +91,23 @@ async def stop_daemon(socket: Path) -> None:
         await asyncio.to_thread(ask)
     except CachewarmError as exc:
         _log.info("daemon_left_running", reason=str(exc))
+
+
+async def flush(socket: Path, model_name: str) -> pb.EvictReply:
+    """Drop the model's blocks that nobody uses. Raises NoDaemonError."""
+
+    def ask() -> pb.EvictReply:
+        request = pb.Envelope(evict=pb.Evict(model=model_name))
+        with Client.connect(socket, pb.ROLE_ADMIN, "engine", timeout=_PROBE_TIMEOUT_S) as client:
+            try:
+                return client.call(request, _FLUSH_TIMEOUT_S)[0].evict_reply
+            except NotFoundError:
+                return pb.EvictReply()  # it never held any of that model
+
+    try:
+        return await asyncio.to_thread(ask)
+    except CachewarmError as exc:
+        raise errors.NoDaemonError(f"cachewarmd: {exc}") from exc
 
 
 class WarmupProvider:
@@ -184,7 +202,7 @@ class WarmupProvider:
             urgency=_BACKGROUND,
         )
         request = ActiveRequest(submit, is_warmup=True)
-        self._router.submit(request)
+        self._router.submit([request])
         try:
             while True:
                 event = await request.events.get()

@@ -73,6 +73,14 @@ class NoWorkerError(EngineError):
     retry_after_s = 5.0
 
 
+class NoDaemonError(EngineError):
+    """Asked for what only cachewarmd can do, and it is not there."""
+
+    status = "UNAVAILABLE"
+    reason = "NO_DAEMON"
+    retry_after_s = 5.0
+
+
 class ModelNotFoundError(EngineError):
     """Another model is served here."""
 
@@ -85,6 +93,27 @@ class DuplicateRequestIdError(EngineError):
 
     status = "ALREADY_EXISTS"
     reason = "DUPLICATE_REQUEST_ID"
+
+
+class NoChatTemplateError(EngineError):
+    """The model has no chat template (of that name)."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "NO_CHAT_TEMPLATE"
+
+
+class WeightsChangedError(EngineError):
+    """A request goes on under other weights than it began with."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "WEIGHTS_CHANGED"
+
+
+class ExpiredInQueueError(EngineError):
+    """Its deadline passed before it was begun."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "EXPIRED_IN_QUEUE"
 
 
 class InternalError(EngineError):

@@ -15,10 +15,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A request, or the rest of one: all its state derives from this.
+    """One sample of a request, or the rest of one: all its state derives from this.
 
-    `output_ids` are tokens already sent; they count as output and are not sent again. A message
-    about another `attempt` than the latest is stale.
+    `output_ids` are tokens already sent; they count as output and are not sent again. An `attempt`
+    is a number the front never uses again: a message about another than the latest is stale.
+    `hand_off` asks for the prefill only: the worker publishes, says "prefilled" when that is
+    acknowledged, and keeps its lease until the Abort that tells it of another worker's lease.
     """
 
     request_id: str
@@ -30,14 +32,16 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     max_tokens: int  # of output in all, over every attempt
     stop_token_ids: list[int]
     sample_index: int = 0
+    min_tokens: int = 0  # of output, before which no stop id is drawn
     bypass_cache: bool = False
     urgency: int = 2  # 1 interactive, 2 normal, 3 background
+    priority: int = 0  # within the urgency; lower runs earlier
+    hand_off: bool = False
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Stop a request; unknown ids are no-ops."""
+    """Stop one sample of a request; unknown attempts are no-ops."""
 
-    request_id: str
     attempt: int
 
 
@@ -58,6 +62,7 @@ class WorkerHello(msgspec.Struct, tag=True, frozen=True):
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     """The worker takes requests; what it serves."""
 
+    role: str
     model_version: str
     weights_sha256: str
     stamp: str
@@ -66,7 +71,9 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     kv_dtype: str
     block_size: int
     num_private_blocks: int
+    max_num_seqs: int
     cpus: list[int]
+    start_phases_s: dict[str, float]
 
 
 class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
@@ -76,10 +83,11 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """Prefill has come so far (positions of prompt and earlier output)."""
+    """It has a seat and prefill has come so far (positions of prompt and earlier output)."""
 
     request_id: str
     attempt: int
+    sample_index: int
     num_computed: int
 
 
@@ -98,17 +106,21 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
     request_id: str
     attempt: int
-    reason: str  # stop, length, cancelled, error
-    num_cached_tokens: int
-    queued_s: float
-    lookup_s: float
-    prefill_s: float
-    decode_s: float
+    sample_index: int
+    reason: str  # stop, length, cancelled, error, prefilled
+    num_cached_tokens: int = 0
+    queued_s: float = 0.0
+    lookup_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    num_preemptions: int = 0
+    stop_token_id: int | None = None
     error: tuple[str, str] | None = None
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    """Counts of a worker."""
+    """Counts of a worker; those that only grow begin at its start."""
 
     num_waiting: int
     num_running: int
@@ -117,6 +129,9 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     num_pending_publishes: int
     num_computed_tokens: int
     num_tail_copies: int
+    num_preemptions: int
+    num_steps: dict[str, int]  # by kind: prefill (alone or with decodes), decode
+    step_seconds: dict[str, float]  # by kind
     daemon_epoch: int  # 0 = not connected
     weights_source: str
 

@@ -1,17 +1,19 @@
-"""The front process: one loop that binds the port, keeps a worker, serves, drains.
+"""The front process: one loop that binds its addresses, keeps workers, serves, drains.
 
-Start: bind -> find or start cachewarmd -> spawn worker -> READY. Stop: refuse new requests, let
-streams finish, stop the worker, stop the daemon if it was started here.
+Start: bind -> find or start cachewarmd -> workers -> READY. Stop: refuse new requests, let streams
+finish, stop the workers, stop the daemon if it was started here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Coroutine, MutableMapping
+from typing import Any
 
 import grpc
 import psutil
@@ -20,17 +22,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cachewarmd import options
-from engine import daemon
-from engine.config import ServeConfig, WorkerConfig
-from engine.errors import StartError
-from engine.models.config import ModelConfig, load_config
+from cachewarmd.notify import Notifier, keep_telling
+from engine import __version__, daemon
+from engine.address import GrpcAddress
+from engine.chat import ChatEncoder, ChatTemplates
+from engine.config import ServeConfig
+from engine.errors import DrainingError, WarmingError
+from engine.http import HttpServer, NotReady, VersionInfo, make_app
+from engine.metrics import EngineMetrics
+from engine.models.config import load_config
 from engine.request import WorkerReady
 from engine.router import Router
 from engine.service import EngineService, FrontState
 from engine.tokenizer import Tokenizer
 from engine.v1 import engine_pb2
 from engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
-from engine.workers import WorkerSupervisor, free_port_probe
+from engine.worker_config import worker_config
+from engine.workers import WorkerPool
 
 _log = structlog.get_logger()
 
@@ -41,113 +49,174 @@ _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
     # Clients may ping through a long silent prefill; this is the option that counts.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A peer that is gone without a word is noticed by these.
     ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.max_concurrent_streams", 1024),
 )
 _GRACE_S = 1.0
-
-
-def _worker_config(
-    config: ServeConfig, model: ModelConfig, environ: Mapping[str, str]
-) -> WorkerConfig:
-    block_bytes = 4 * model.kv_elements_per_token * config.block_size
-    # One request of the longest context, and the copy of a short tail.
-    pool_bytes = block_bytes * (-(-model.max_context // config.block_size) + 1)
-    if config.private_pool_bytes is not None:
-        pool_bytes = config.private_pool_bytes
-    return WorkerConfig(
-        role="unified",
-        backend=config.backend,
-        log_level=config.log_level,
-        model=config.model,
-        model_name=config.model_name,
-        model_version=config.model_version,
-        cachewarmd=config.daemon_socket(environ),
-        cpus=config.worker_cpus,
-        private_pool_bytes=pool_bytes,
-        block_size=config.block_size,
-        prefill_chunk=config.prefill_chunk,
-        max_context=config.max_context,
-    )
+_MAX_PROMPT_CHARS_PER_TOKEN = 64  # of a rendered chat; more can't be within the context
 
 
 class Front:
     """One engine's front. `await run()` returns when it has stopped in order."""
 
-    def __init__(self, config: ServeConfig, environ: Mapping[str, str]) -> None:
+    def __init__(self, config: ServeConfig, environ: MutableMapping[str, str]) -> None:
         """Raises ModelError and TokenizerError for a directory that can't be served."""
         model = load_config(config.model, config.max_context)
         self._config = config
         self._environ = environ
+        self._notifier = Notifier.from_environ(environ)
         self._tokenizer = Tokenizer(config.model)
+        templates = ChatTemplates.load(config.model)
+        self._chat = ChatEncoder(
+            self._tokenizer,
+            templates,
+            max_output_chars=_MAX_PROMPT_CHARS_PER_TOKEN * model.max_context,
+        )
         self._socket = config.daemon_socket(environ)
-        self._state = FrontState(model, config.model_name, str(self._socket or ""))
-        self._router = Router(config.max_queue)
+        self._state = FrontState(model, config.model_name, self._socket, config.max_queue)
+        self._state.has_chat_template = bool(templates.names)
+        self._router = Router(config.max_queue, has_roles="unified" not in dict(config.workers))
+        self._address = GrpcAddress(config.host, config.port, config.listen)
         self._health = health.aio.HealthServicer()
         self._stop = asyncio.Event()
         self._cut = asyncio.Event()
-        self._provider: asyncio.Task[None] | None = None
-        self._port = 0
-        self._health_task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_provided = False
+        self._http: HttpServer | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises StartError."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, False)
         loop.add_signal_handler(signal.SIGINT, self._on_signal, True)
-        config = self._config
-        free_port_probe(config.host, config.port)
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        started_daemon = False
         try:
-            self._port = server.add_insecure_port(f"{host}:{config.port}")
-        except RuntimeError as exc:
-            raise StartError(
-                f"{config.host}:{config.port} is in use or can't be bound: {exc}"
-            ) from exc
-        path = options.runtime_dir(self._environ) / f"engine-{self._port}.sock"
-        worker_config = _worker_config(config, self._state.model, self._environ)
-        workers = WorkerSupervisor(worker_config, path, self._router, self._on_worker)
-        add_EngineServiceServicer_to_server(
-            EngineService(self._state, self._router, workers, self._tokenizer), server
+            async with self._bound() as server:
+                await self._tell_health()
+                if self._socket is not None:
+                    size = self._config.pool_bytes
+                    started_daemon = await daemon.ensure_daemon(self._socket, size)
+                await self._serve(server)
+        finally:
+            await self._chat.close()
+            if started_daemon and not self._config.keep_daemon and self._socket is not None:
+                await daemon.stop_daemon(self._socket)
+
+    @contextlib.asynccontextmanager
+    async def _bound(self) -> AsyncIterator[grpc.aio.Server]:
+        """All addresses are ours, before anything that takes long is begun. Raises StartError."""
+        config = self._config
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        with self._address.bind(server), contextlib.ExitStack() as stack:
+            self._workers = self._make_workers()
+            self._metrics = self._make_metrics(self._workers)
+            if config.http_port is not None:
+                app = make_app(
+                    registry=self._metrics.registry,
+                    not_ready=self._why_not_ready,
+                    is_stopping=self._stop.is_set,
+                    version=self._version,
+                )
+                self._http = stack.enter_context(HttpServer(app, config.host, config.http_port))
+                self._begin(self._http.run())
+            self._add_services(server)
+            await server.start()
+            self._address.publish()
+            try:
+                yield server
+            finally:
+                for task in (tasks := list(self._tasks)):
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await server.stop(None)
+
+    def _make_workers(self) -> WorkerPool:
+        config = self._config
+        path = config.worker_socket
+        if path is None:
+            path = self._address.worker_socket(options.runtime_dir(self._environ))
+        roles = dict(config.workers)
+        return WorkerPool(
+            {role: worker_config(config, self._state.model, role, self._environ) for role in roles},
+            roles,
+            config.spare_workers,
+            config.watchdog,
+            path,
+            self._router,
+            self._on_worker,
+            is_external=config.external_workers,
         )
+
+    def _make_metrics(self, workers: WorkerPool) -> EngineMetrics:
+        metrics = EngineMetrics(
+            num_running=lambda: self._router.num_running,
+            num_waiting=lambda: self._router.num_waiting,
+            kv_usage=lambda: workers.kv_usage,
+            num_failovers=lambda: self._router.num_failovers,
+        )
+        workers.on_stats = lambda pid, stats: metrics.worker_stats(
+            pid,
+            num_steps=stats.num_steps,
+            step_seconds=stats.step_seconds,
+            num_preemptions=stats.num_preemptions,
+        )
+        workers.on_gone = metrics.worker_gone
+        return metrics
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        service = EngineService(
+            self._state,
+            self._router,
+            self._workers,
+            self._tokenizer,
+            self._chat,
+            self._metrics,
+            self._begin_drain,
+        )
+        add_EngineServiceServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-        await self._tell_health()
-        await server.start()
-        started_daemon = False
-        try:
-            if self._socket is not None:
-                started_daemon = await daemon.ensure_daemon(self._socket, config.pool_bytes)
-            await self._serve(workers, server)
-        finally:
-            if started_daemon and not config.keep_daemon and self._socket is not None:
-                await daemon.stop_daemon(self._socket)
 
-    async def _serve(self, workers: WorkerSupervisor, server: grpc.aio.Server) -> None:
-        """Keep a worker until told to stop, then drain and end both. Raises StartError."""
-        running = asyncio.create_task(workers.run())
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run it beside; it is cancelled and awaited at the end."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def _serve(self, server: grpc.aio.Server) -> None:
+        """Keep workers until told to stop, then drain and end both. Raises StartError."""
+        running = asyncio.create_task(self._workers.run())
         stopping = asyncio.create_task(self._stop.wait())
+        self._begin(keep_telling(self._notifier, self._status_line))
         try:
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            self._notifier.stopping()
             if not running.done():
                 await self._drain(running)
         finally:
             stopping.cancel()
-            if self._provider is not None:
-                self._provider.cancel()
-            workers.stop()
-            shutting_down = asyncio.create_task(self._shut_down(server))
-            await asyncio.wait({running, shutting_down})
+            self._begin_drain()
+            self._workers.stop()
+            await asyncio.wait({running, asyncio.create_task(self._shut_down(server))})
             running.result()
+
+    def _begin_drain(self) -> None:
+        if not self._state.is_draining:
+            self._state.is_draining = True
+            self._begin(self._tell_health())
 
     async def _drain(self, running: asyncio.Task[None]) -> None:
         """Started streams finish; the health check and new calls say NOT_SERVING at once."""
-        self._state.is_draining = True
-        await self._tell_health()
+        self._begin_drain()
         end = time.monotonic() + self._config.drain_timeout
         _log.info("draining", active=self._router.num_active)
         while self._router.num_active and time.monotonic() < end and not self._cut.is_set():
@@ -156,7 +225,6 @@ class Front:
             await asyncio.sleep(0.02)
 
     async def _shut_down(self, server: grpc.aio.Server) -> None:
-        self._state.is_draining = True
         await self._health.enter_graceful_shutdown()
         # What is left by now (health watchers, streams past the drain time) is cut.
         await server.stop(_GRACE_S)
@@ -166,17 +234,19 @@ class Front:
             self._cut.set()  # a second Ctrl-C does not wait for streams
         self._stop.set()
 
-    # -- what workers say ------------------------------------------------------------------------
+    # -- what workers say -----------------------------------------------------------------------
 
     def _on_worker(self, ready: WorkerReady | None) -> None:
+        """The workers can serve now, or (None) can't any more."""
         state = self._state
-        is_first = state.worker is None and not state.max_positions
-        state.worker = ready
+        state.has_workers = ready is not None
         if ready is not None:
-            state.max_positions = ready.num_private_blocks * ready.block_size
+            is_first, state.worker = state.worker is None, ready
+            state.max_positions = self._workers.max_positions
             if is_first:
                 self._announce(ready)
-            if self._socket is not None and self._provider is None:
+            if self._socket is not None and not self._is_provided:
+                self._is_provided = True
                 provider = daemon.WarmupProvider(
                     self._socket,
                     self._router,
@@ -184,20 +254,26 @@ class Front:
                     state.model_name,
                     state.model.max_context,
                 )
-                self._provider = asyncio.create_task(provider.run(ready))
-        self._health_task = asyncio.create_task(self._tell_health())
+                self._begin(provider.run(ready))
+        self._begin(self._tell_health())
 
     def _announce(self, ready: WorkerReady) -> None:
-        self._state.start_seconds = time.time() - psutil.Process().create_time()
+        state = self._state
+        state.start_seconds = time.time() - psutil.Process().create_time()
+        self._metrics.start_seconds({**ready.start_phases_s, "total": state.start_seconds})
+        why = "asked for" if self._config.backend == ready.backend else "the only one here"
+        self._metrics.backend(ready.backend, why)
         line = {
             "event": "ready",
-            "address": f"{self._config.host}:{self._port}",
+            "address": self._address.target,
+            "http_address": f"{self._config.host}:{self._http.port}" if self._http else None,
             "pid": os.getpid(),
-            "model": self._state.model_name,
+            "model": state.model_name,
             "model_version": ready.model_version,
-            "start_seconds": round(self._state.start_seconds, 3),
+            "start_seconds": round(state.start_seconds, 3),
         }
         print(json.dumps(line), flush=True)
+        self._notifier.ready()
 
     async def _tell_health(self) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
@@ -205,3 +281,29 @@ class Front:
         status = serving if self._state.is_serving else not_serving
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
+
+    # -- views ----------------------------------------------------------------------------------
+
+    def _status_line(self) -> str:
+        router = self._router
+        what = "draining" if self._state.is_draining else "serving"
+        if not self._state.is_draining and not self._state.has_workers:
+            what = "waiting for workers"
+        return f"{what}: {router.num_running} running, {router.num_waiting} waiting"
+
+    def _why_not_ready(self) -> NotReady | None:
+        if self._state.is_draining:
+            return NotReady("draining", DrainingError.retry_after_s or 1.0)
+        if not self._state.has_workers:
+            return NotReady("warming", WarmingError.retry_after_s or 1.0)
+        return None
+
+    def _version(self) -> VersionInfo:
+        worker = self._state.worker
+        return VersionInfo(
+            version=__version__,
+            model=self._state.model_name,
+            model_version=worker.model_version if worker else None,
+            weights_sha256=worker.weights_sha256 if worker else None,
+            backend=worker.backend if worker else None,
+        )

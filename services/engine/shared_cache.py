@@ -26,6 +26,8 @@ from engine.scheduler import Sequence as Request
 _log = structlog.get_logger()
 
 _PUBLISH_TIMEOUT_S = 2.0
+# After a lookup that got no answer in time the next ones don't try: each would cost its budget.
+_LOOKUP_PAUSE_S = 1.0
 
 
 @dataclass(eq=False)
@@ -38,6 +40,11 @@ class CachedPrefix:
     num_sealed_blocks: int  # leading full blocks that are sealed or on their way
     num_tokens: int  # positions covered by the blocks that were found
     may_publish: bool = True
+
+    @property
+    def is_lost(self) -> bool:
+        """The lease ended with its connection: what is read under it must be checked."""
+        return self.link.client.is_lost
 
 
 @dataclass(eq=False)
@@ -60,6 +67,7 @@ class SharedCache:
         self._block_size = block_size
         self._wake = wake
         self._publishes: list[_Publish] = []
+        self._next_lookup = 0.0
 
     @property
     def epoch(self) -> int:
@@ -82,7 +90,7 @@ class SharedCache:
     ) -> tuple[CachedPrefix | None, list[SharedBlock]]:
         """Longest sealed prefix of `tokens`, leased. None = no daemon in time: stay private."""
         link = self._link.current
-        if link is None:
+        if link is None or time.monotonic() < self._next_lookup:
             return None, []
         keys = chain_keys(link.root, tokens, self._block_size)
         rest = tokens[len(keys) * self._block_size :]
@@ -97,6 +105,7 @@ class SharedCache:
                 raise TimedOutError("lookup budget") from None
         except CachewarmError as exc:
             _log.info("lookup_missed", reason=str(exc))
+            self._next_lookup = time.monotonic() + _LOOKUP_PAUSE_S
             return None, []
         found = reply.lookup_reply
         shared = [self._shared(link, block) for block in found.blocks]
@@ -111,7 +120,7 @@ class SharedCache:
     @staticmethod
     def is_intact(prefix: CachedPrefix, blocks: Sequence[SharedBlock]) -> bool:
         """Still the bytes that were leased? Only to be asked once the lease's link is lost."""
-        if not prefix.link.client.is_lost or not blocks:
+        if not blocks:
             return True
         slots = np.array([block.slot for block in blocks], dtype=np.uint32)
         generations = np.array([block.generation for block in blocks], dtype=np.uint64)
@@ -199,6 +208,10 @@ class SharedCache:
     @property
     def num_pending(self) -> int:
         return len(self._publishes)
+
+    def is_pending(self, request: Request) -> bool:
+        """Is a publish of that sequence under way?"""
+        return any(publish.request is request for publish in self._publishes)
 
 
 def _release(link: Link, lease: int) -> None:

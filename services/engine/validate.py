@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from engine import errors
 from engine.request import SamplingParams, Submit
-from engine.tokenizer import Tokenizer, TokenizerError
 from engine.v1 import engine_pb2 as pb
 
 _MAX_REQUEST_ID = 128
+_MAX_SAMPLES = 64
+_MAX_STOPS = 64
+_MAX_STOP_LENGTH = 4096
+_MAX_STOP_IDS = 1024
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class Limits:
     max_context: int
     eos_token_ids: tuple[int, ...]
     max_positions: int  # that the private pool can hold
+    weights_sha256: str
 
 
 class _Checker:
@@ -32,6 +39,10 @@ class _Checker:
     def check(self, is_ok: bool, field: str, value: object, allowed: str) -> None:
         if not is_ok:
             self.violations.append((field, f"{value} is not allowed: {allowed}"))
+
+    def ids(self, field: str, ids: Sequence[int], vocab_size: int) -> None:
+        worst = max(ids, default=0)
+        self.check(worst < vocab_size, field, worst, f"ids below {vocab_size}")
 
     def done(self) -> None:
         if self.violations:
@@ -51,74 +62,133 @@ def _sampling(message: pb.SamplingParams, checker: _Checker) -> SamplingParams:
     checker.check(0 < top_p <= 1, "sampling.top_p", top_p, "above 0, at most 1")
     checker.check(0 <= min_p <= 1, "sampling.min_p", min_p, "0 to 1")
     checker.check(top_k >= 0, "sampling.top_k", top_k, "0 (off) or more")
+    n = num_samples(message)
+    checker.check(1 <= n <= _MAX_SAMPLES, "sampling.n", n, f"1 to {_MAX_SAMPLES}")
     return SamplingParams(temperature, top_p, top_k, min_p)
 
 
-def _prompt(request: pb.GenerateRequest, tokenizer: Tokenizer, limits: Limits) -> list[int]:
-    kind = request.WhichOneof("prompt")
-    checker = _Checker()
-    checker.check(kind is not None, "prompt", "nothing", "text or token_ids")
-    checker.done()
-    if kind == "text":
-        try:
-            ids = tokenizer.encode(request.text)
-        except TokenizerError as exc:
-            raise errors.InvalidParameterError([("text", str(exc))]) from exc
-    else:
-        ids = list(request.token_ids.ids)
-        worst = max(ids, default=0)
+def num_samples(message: pb.SamplingParams) -> int:
+    """`n`, which is 1 when unset."""
+    return int(message.n) if message.HasField("n") else 1
+
+
+def _stopping(message: pb.StoppingOptions, vocab_size: int, checker: _Checker) -> None:
+    if message.HasField("max_tokens"):
+        checker.check(message.max_tokens >= 0, "stopping.max_tokens", message.max_tokens, ">= 0")
+    checker.check(message.min_tokens >= 0, "stopping.min_tokens", message.min_tokens, "0 or more")
+    if message.HasField("max_tokens") and message.max_tokens >= 0:
         checker.check(
-            worst < limits.vocab_size, "token_ids", worst, f"ids below {limits.vocab_size}"
+            message.min_tokens <= message.max_tokens,
+            "stopping.min_tokens",
+            message.min_tokens,
+            f"at most max_tokens, which is {message.max_tokens}",
         )
-    checker.check(bool(ids), "prompt", "no token", "at least one token")
-    checker.done()
-    return ids
+    count = len(message.stop)
+    checker.check(count <= _MAX_STOPS, "stopping.stop", f"{count} texts", f"at most {_MAX_STOPS}")
+    longest = max(map(len, message.stop), default=1)
+    checker.check("" not in message.stop, "stopping.stop", "an empty text", "texts of characters")
+    checker.check(
+        longest <= _MAX_STOP_LENGTH,
+        "stopping.stop",
+        f"{longest} characters",
+        f"at most {_MAX_STOP_LENGTH}",
+    )
+    count = len(message.stop_token_ids)
+    checker.check(
+        count <= _MAX_STOP_IDS, "stopping.stop_token_ids", f"{count} ids", f"<= {_MAX_STOP_IDS}"
+    )
+    checker.ids("stopping.stop_token_ids", message.stop_token_ids, vocab_size)
 
 
-def make_submit(request: pb.GenerateRequest, tokenizer: Tokenizer, limits: Limits) -> Submit:
-    """The first Submit of a request; id and seed are drawn here when the client gave none.
+def _continuation(request: pb.GenerateRequest, limits: Limits, checker: _Checker) -> None:
+    """What an interrupted stream needs to go on with the very tokens it would have had."""
+    ids = request.continue_from
+    if ids:
+        n = num_samples(request.sampling)
+        checker.check(n == 1, "continue_from", f"n = {n}", "only a request of one sample goes on")
+        checker.ids("continue_from", ids, limits.vocab_size)
+        needs_seed = request.sampling.temperature > 0 and not request.sampling.HasField("seed")
+        checker.check(not needs_seed, "sampling.seed", "unset", "the seed that Accepted told")
+        checker.check(
+            bool(request.expected_weights_sha256),
+            "expected_weights_sha256",
+            "unset",
+            "the digest that Accepted told",
+        )
+        if request.stopping.HasField("max_tokens"):
+            most = request.stopping.max_tokens
+            checker.check(len(ids) <= most, "continue_from", f"{len(ids)} ids", f"at most {most}")
+    expected = request.expected_weights_sha256
+    if expected and expected != limits.weights_sha256:
+        raise errors.WeightsChangedError(
+            f"weights {limits.weights_sha256} are served, the request is for {expected[:64]}"
+        )
 
-    Raises InvalidParameterError, ContextTooLongError, ModelNotFoundError, RequestTooLargeError.
+
+def check_options(request: pb.GenerateRequest, limits: Limits) -> SamplingParams:
+    """Everything that can be checked before the prompt is tokenised.
+
+    Raises InvalidParameterError, ModelNotFoundError, WeightsChangedError.
     """
     if request.model not in ("", limits.model_name):
         raise errors.ModelNotFoundError(
             f"model {request.model[:128]!r} is not served here: {limits.model_name!r} is"
         )
     checker = _Checker()
+    length = len(request.request_id)
     checker.check(
-        len(request.request_id) <= _MAX_REQUEST_ID,
-        "request_id",
-        f"{len(request.request_id)} characters",
-        f"at most {_MAX_REQUEST_ID}",
+        length <= _MAX_REQUEST_ID, "request_id", f"{length} characters", f"<= {_MAX_REQUEST_ID}"
     )
     sampling = _sampling(request.sampling, checker)
-    stopping = request.stopping
-    has_max = stopping.HasField("max_tokens")
-    if has_max:
-        checker.check(
-            stopping.max_tokens >= 0, "stopping.max_tokens", stopping.max_tokens, "0 or more"
-        )
+    _stopping(request.stopping, limits.vocab_size, checker)
     checker.check(
         request.urgency in pb.Urgency.values(), "urgency", request.urgency, "a value of Urgency"
     )
+    kind = request.WhichOneof("prompt")
+    checker.check(kind is not None, "prompt", "nothing", "text, token_ids or chat")
+    if kind == "token_ids":
+        checker.ids("token_ids", request.token_ids.ids, limits.vocab_size)
+    _continuation(request, limits, checker)
     checker.done()
-    ids = _prompt(request, tokenizer, limits)
-    # Unset fills the context; at least one token is wanted, so a full prompt is too long.
-    max_tokens = stopping.max_tokens if has_max else max(1, limits.max_context - len(ids))
+    return sampling
+
+
+def make_submits(
+    request: pb.GenerateRequest, ids: list[int], sampling: SamplingParams, limits: Limits
+) -> list[Submit]:
+    """The first Submit of each sample; id and seed are drawn here when the client gave none.
+
+    Raises InvalidParameterError, ContextTooLongError, RequestTooLargeError.
+    """
+    checker = _Checker()
+    checker.check(bool(ids), "prompt", "no token", "at least one token")
+    checker.done()
+    stopping = request.stopping
+    if stopping.HasField("max_tokens"):
+        max_tokens = stopping.max_tokens
+    else:
+        # Unset fills what there is; at least one token is wanted, so a full prompt is too long.
+        most = min(limits.max_context, limits.max_positions + 1)
+        max_tokens = max(1, most - len(ids), stopping.min_tokens)
     _check_lengths(len(ids), max_tokens, limits)
+    ends = [] if stopping.ignore_eos else list(limits.eos_token_ids)
     has_seed = request.sampling.HasField("seed")
-    return Submit(
+    submit = Submit(
         request_id=request.request_id or secrets.token_hex(8),
         attempt=0,
         prompt_ids=ids,
-        output_ids=[],
+        output_ids=list(request.continue_from),
         sampling=sampling,
         resolved_seed=request.sampling.seed if has_seed else secrets.randbits(64),
         max_tokens=max_tokens,
-        stop_token_ids=[] if stopping.ignore_eos else list(limits.eos_token_ids),
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=sorted({*ends, *stopping.stop_token_ids}),
         bypass_cache=request.cache.bypass_prefix_cache,
         urgency=request.urgency or pb.URGENCY_NORMAL,
+        priority=request.priority,
     )
+    count = num_samples(request.sampling)
+    return [msgspec.structs.replace(submit, sample_index=index) for index in range(count)]
 
 
 def _check_lengths(num_prompt: int, max_tokens: int, limits: Limits) -> None:

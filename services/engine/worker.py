@@ -1,4 +1,4 @@
-"""A worker's loop: inbox -> schedule -> forward -> sample -> outbox, on one thread.
+"""A worker's loop: inbox -> admit -> schedule -> forward -> sample -> outbox, on one thread.
 
 All of a request's state derives from its Submit, so nothing here has to survive: a worker that dies
 is replaced.
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import queue
 import time
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
-from engine.block_table import BlockTable, OutOfBlocksError, PrivatePool, SharedBlock
-from engine.channel import BlockingChannel, BrokenChannelError
+from engine.block_table import BlockTable, PrivatePool
+from engine.channel import BrokenChannelError
 from engine.config import WorkerConfig
 from engine.errors import EngineError, RequestTooLargeError
 from engine.executor.base import Chunk, Executor
 from engine.request import (
     Abort,
     Finished,
+    FromWorker,
     Output,
     Progress,
     Stats,
@@ -39,7 +42,9 @@ _log = structlog.get_logger()
 _MIN_LOOKUP_BUDGET_S = 0.020
 _LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
 _OWED_POLL_S = 0.5
-_PENDING_POLL_S = 0.005
+_BLOCKED_POLL_S = 0.005
+# A prefill whose lease nobody took over by then is not needed any more.
+_HAND_OFF_TIMEOUT_S = 60.0
 
 
 # What others put there: the front's messages, the end of its channel, None to wake up.
@@ -54,15 +59,28 @@ class _Clock:
     admitted: float = 0.0
     looked_up: float = 0.0
     first_token: float = 0.0
+    preempted_at: float = 0.0
+    preempted_s: float = 0.0
 
 
 @dataclass
 class _Running:
     """What the worker keeps beside the scheduler's view of a sequence."""
 
-    prefix: CachedPrefix | None
     clock: _Clock
+    prefix: CachedPrefix | None = None
+    is_looked_up: bool = False
     num_cached_tokens: int = 0
+
+
+@dataclass
+class _HandOff:
+    """A prefill that is done: told when it is sealed, leased until another worker has it."""
+
+    sequence: Sequence
+    state: _Running
+    is_told: bool = False
+    deadline: float = field(default_factory=lambda: time.monotonic() + _HAND_OFF_TIMEOUT_S)
 
 
 class Worker:
@@ -70,7 +88,7 @@ class Worker:
 
     def __init__(
         self,
-        channel: BlockingChannel,
+        send: Callable[[FromWorker], None],
         inbox: Inbox,
         config: WorkerConfig,
         executor: Executor,
@@ -78,45 +96,59 @@ class Worker:
         cache: SharedCache | None,
         weights_source: str,
     ) -> None:
-        self._channel = channel
+        """`send` hands a message to the front; it raises BrokenChannelError."""
+        self._send = send
         self._inbox = inbox
         self._block_size = config.block_size
         self._executor = executor
         self._pool = pool
         self._cache = cache
         self._weights_source = weights_source
-        self._scheduler = Scheduler(config.prefill_chunk)
+        self._scheduler = Scheduler(
+            pool, config.max_num_seqs, config.prefill_chunk, self._on_preempt
+        )
         self._states: dict[Sequence, _Running] = {}
+        self._hand_offs: list[_HandOff] = []
+        self._is_blocked = False  # sequences are there, but none could run
         self._seconds_per_token = 0.0  # of prefill, measured; the lookup budget follows it
         self._num_computed = 0
         self._num_tail_copies = 0
+        self._num_steps: Counter[str] = Counter()
+        self._step_seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self) -> None:
         """Until the front is gone. Raises BrokenChannelError then."""
         while True:
             self._take_messages()
-            if self._cache is not None:
-                self._cache.poll()
-            admitted = self._scheduler.admit_next()
-            if admitted is not None:
-                self._admit(admitted)
-            chunk = self._scheduler.next_chunk()
-            if chunk is not None:
-                self._step(chunk)
+            self._poll()
+            self._admit()
+            self._step()
 
     # -- inbox ----------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
-        is_idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
-        # A publish that is owed must be looked after; otherwise sleep until somebody speaks.
-        is_owed = self._cache is not None and self._cache.num_pending > 0
         try:
-            message = self._inbox.get(block=is_idle, timeout=_OWED_POLL_S if is_owed else None)
+            message = self._inbox.get(block=self._may_sleep, timeout=self._sleep_s())
             while True:
                 self._handle(message)
                 message = self._inbox.get_nowait()
         except queue.Empty:
             return
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.num_running + self._scheduler.num_waiting > 0
+
+    @property
+    def _may_sleep(self) -> bool:
+        return self._is_blocked or not self._has_work
+
+    def _sleep_s(self) -> float | None:
+        """Until somebody speaks, unless something else has to be looked after."""
+        if self._is_blocked:
+            return _BLOCKED_POLL_S
+        is_owed = self._hand_offs or (self._cache is not None and self._cache.num_pending > 0)
+        return _OWED_POLL_S if is_owed else None
 
     def _handle(self, message: ToWorker | BrokenChannelError | None) -> None:
         match message:
@@ -124,16 +156,32 @@ class Worker:
                 pass  # only to wake up
             case Submit():
                 sequence = Sequence(message, BlockTable(self._pool, self._block_size))
-                self._states[sequence] = _Running(None, _Clock(time.monotonic()))
+                self._states[sequence] = _Running(_Clock(time.monotonic()))
                 self._scheduler.add(sequence)
             case Abort():
-                found = self._scheduler.find(message.request_id)
-                if found is not None and found.submit.attempt <= message.attempt:
-                    self._finish(found, "cancelled")
+                self._abort(message.attempt)
             case StatsRequest():
-                self._channel.send(self._stats())
+                self._send(self._stats())
             case BrokenChannelError():
                 raise message
+
+    def _abort(self, attempt: int) -> None:
+        found = self._scheduler.find(attempt)
+        if found is not None:
+            self._finish(found, "cancelled")
+        for hand_off in list(self._hand_offs):
+            if hand_off.sequence.submit.attempt == attempt:
+                self._end_hand_off(hand_off)
+
+    def _poll(self) -> None:
+        """What the daemon answered meanwhile."""
+        if self._cache is not None:
+            self._cache.poll()
+        for hand_off in list(self._hand_offs):
+            if self._cache is None or not self._cache.is_pending(hand_off.sequence):
+                self._tell_prefilled(hand_off)
+            if time.monotonic() > hand_off.deadline:
+                self._end_hand_off(hand_off)
 
     def _stats(self) -> Stats:
         running = self._scheduler.running
@@ -141,36 +189,37 @@ class Worker:
             num_waiting=self._scheduler.num_waiting,
             num_running=self._scheduler.num_running,
             num_private_blocks_free=self._pool.num_free,
-            num_shared_blocks_in_use=len(running.table.shared_blocks) if running else 0,
+            num_shared_blocks_in_use=sum(s.table.num_shared for s in running),
             num_pending_publishes=self._cache.num_pending if self._cache is not None else 0,
             num_computed_tokens=self._num_computed,
             num_tail_copies=self._num_tail_copies,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_steps=dict(self._num_steps),
+            step_seconds=dict(self._step_seconds),
             daemon_epoch=self._cache.epoch if self._cache is not None else 0,
             weights_source=self._weights_source,
         )
 
-    # -- a request's way ------------------------------------------------------------------------
+    # -- admission ------------------------------------------------------------------------------
 
-    def _admit(self, sequence: Sequence) -> None:
-        """Take over what is sealed already; the rest is computed from there."""
-        state = self._states[sequence]
-        state.clock.admitted = time.monotonic()
+    def _admit(self) -> None:
+        """Everybody who finds a seat and blocks."""
+        while (sequence := self._scheduler.candidate()) is not None:
+            if self._ends_before_it_runs(sequence):
+                continue
+            state = self._states[sequence]
+            if not state.is_looked_up:
+                self._look_up(sequence, state)
+            if not self._scheduler.admit(sequence):
+                return
+            self._take_seat(sequence, state)
+
+    def _ends_before_it_runs(self, sequence: Sequence) -> bool:
         if sequence.num_output and (reason := self._reason_to_stop(sequence)):
             self._finish(sequence, reason)  # an earlier attempt died between its last two messages
-            return
-        if sequence.max_length > self._pool.num_blocks * self._block_size:
+        elif sequence.max_length > self._pool.num_blocks * self._block_size:
             self._fail(sequence, self._too_large(sequence))
-            return
-        if self._cache is not None and not sequence.submit.bypass_cache:
-            estimate = self._seconds_per_token * len(sequence.tokens)
-            budget = max(_MIN_LOOKUP_BUDGET_S, _LOOKUP_BUDGET_SHARE * estimate)
-            state.prefix, shared = self._cache.lookup(sequence.tokens, budget)
-            sequence.table.start_with(shared)
-            sequence.num_sealed = state.prefix.num_tokens if state.prefix else 0
-            # The last token always runs: its logits are in no cache.
-            sequence.num_computed = min(sequence.num_sealed, len(sequence.tokens) - 1)
-            state.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-        state.clock.looked_up = time.monotonic()
+        return sequence.status is Status.FINISHED
 
     def _too_large(self, sequence: Sequence) -> RequestTooLargeError:
         return RequestTooLargeError(
@@ -178,72 +227,116 @@ class Worker:
             f"{self._pool.num_blocks * self._block_size}"
         )
 
-    def _step(self, chunk: ScheduledChunk) -> None:
-        """One chunk through the model, then what follows from it."""
+    def _look_up(self, sequence: Sequence, state: _Running) -> None:
+        """Lease what is sealed already; the rest is computed from there."""
+        submit, clock = sequence.submit, state.clock
+        # Said before anything is done for it, so that a crash that it causes is laid to it.
+        self._tell_progress(sequence, 0)
+        clock.admitted = clock.admitted or time.monotonic()
+        state.is_looked_up = True
+        before, state.prefix = state.prefix, None
+        if self._cache is not None and not submit.bypass_cache:
+            budget = _MIN_LOOKUP_BUDGET_S
+            if not self._scheduler.num_running:  # else all of them would wait with it
+                estimate = self._seconds_per_token * len(sequence.tokens)
+                budget = max(budget, _LOOKUP_BUDGET_SHARE * estimate)
+            state.prefix, shared = self._cache.lookup(sequence.tokens, budget)
+            sequence.table.start_with(shared)
+            sequence.begin(state.prefix.num_tokens if state.prefix else 0)
+        if self._cache is not None and before is not None:
+            self._cache.release(before)  # of before a preemption; only now, so nothing got lost
+        clock.looked_up = clock.looked_up or time.monotonic()
+
+    def _take_seat(self, sequence: Sequence, state: _Running) -> None:
+        """Go on from what another running sequence has of the same tokens, if that is more."""
+        other, common = self._scheduler.best_fork(sequence)
+        if other is not None:
+            covered = sequence.table.fork(other.table, common)
+            sequence.begin(max(covered, sequence.num_found))
+        clock = state.clock
+        if clock.preempted_at:
+            clock.preempted_s += time.monotonic() - clock.preempted_at
+            clock.preempted_at = 0.0
+        if not sequence.num_preemptions:
+            state.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+        self._tell_progress(sequence, sequence.num_computed)
+
+    def _on_preempt(self, sequence: Sequence) -> None:
+        """It keeps its lease until it has a seat again."""
+        state = self._states[sequence]
+        state.clock.preempted_at = time.monotonic()
+        state.is_looked_up = False
+        if self._cache is not None and state.prefix is not None:
+            self._cache.publish(sequence, state.prefix, with_tail=True)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """One chunk of every sequence that takes part, then what follows from it."""
+        will_return = self._cache is not None and self._cache.num_pending > 0
+        chunks = self._scheduler.schedule(will_return)
+        self._is_blocked = not chunks and self._has_work
+        if not chunks:
+            return
+        self._num_tail_copies += sum(len(chunk.copied) for chunk in chunks)
+        started = time.monotonic()
+        rows = self._executor.forward([self._for_executor(chunk) for chunk in chunks])
+        self._measure(chunks, time.monotonic() - started)
+        for chunk, logits in zip(chunks, rows, strict=True):
+            self._take_result(chunk, logits)
+
+    @staticmethod
+    def _for_executor(chunk: ScheduledChunk) -> Chunk:
+        sequence = chunk.sequence
+        return Chunk(
+            sequence.tokens[chunk.start : chunk.end],
+            chunk.start,
+            chunk.write_from,
+            sequence.table.memories,
+            chunk.needs_logits,
+        )
+
+    def _take_result(self, chunk: ScheduledChunk, logits: npt.NDArray[np.float32] | None) -> None:
         sequence = chunk.sequence
         state = self._states[sequence]
-        write_from = max(chunk.start, sequence.num_sealed)
-        copies = sequence.table.num_tail_copies
-        # Before the tail is copied: what was copied from is checked like what is read in place.
-        read = sequence.table.shared_blocks
-        try:
-            sequence.table.make_writable(write_from, chunk.end)
-        except OutOfBlocksError:
-            self._wait_for_blocks(sequence)
-            return
-        finally:
-            self._num_tail_copies += sequence.table.num_tail_copies - copies
-        started = time.monotonic()
-        (logits,) = self._executor.forward(
-            [
-                Chunk(
-                    sequence.tokens[chunk.start : chunk.end],
-                    chunk.start,
-                    write_from,
-                    [block.memory for block in sequence.table.blocks],
-                    chunk.needs_logits,
-                )
-            ]
-        )
-        if not self._is_intact(state, read):
+        if not self._is_intact(chunk, state):
             self._start_over(sequence, state)
             return
-        self._measure(chunk, time.monotonic() - started)
+        ends_prefill, is_prefill = chunk.ends_prefill, chunk.is_prefill
         sequence.num_computed = chunk.end
         if self._cache is not None and state.prefix is not None:
-            self._cache.publish(sequence, state.prefix, with_tail=chunk.ends_prefill)
-        if chunk.is_prefill:
-            self._channel.send(
-                Progress(sequence.submit.request_id, sequence.submit.attempt, chunk.end)
-            )
+            self._cache.publish(sequence, state.prefix, with_tail=ends_prefill)
+        if is_prefill:
+            self._tell_progress(sequence, chunk.end)
         if logits is not None:
             self._emit(sequence, state, self._sample(sequence, logits))
-        elif chunk.ends_prefill:
+        elif ends_prefill and sequence.submit.hand_off:
+            self._hand_off(sequence)
+        elif ends_prefill:
             self._finish(sequence, "length")  # max_tokens = 0: prefill only
 
-    def _wait_for_blocks(self, sequence: Sequence) -> None:
-        """Blocks on their way to the daemon come back soon, whether it answers or is given up."""
-        if self._cache is not None and self._cache.num_pending:
-            time.sleep(_PENDING_POLL_S)
-        else:
-            self._fail(sequence, self._too_large(sequence))
-
-    def _is_intact(self, state: _Running, read: list[SharedBlock]) -> bool:
-        if self._cache is None or state.prefix is None:
+    def _is_intact(self, chunk: ScheduledChunk, state: _Running) -> bool:
+        """Were the shared bytes it read, in place or to copy them, still those it leased?"""
+        if self._cache is None or state.prefix is None or not state.prefix.is_lost:
             return True
+        read = [*chunk.sequence.table.shared_blocks, *chunk.copied]
         return self._cache.is_intact(state.prefix, read)
 
     def _start_over(self, sequence: Sequence, state: _Running) -> None:
         """Blocks it read were reused after the lease was lost: drop the step, compute anew."""
         _log.warning("shared_blocks_lost", request_id=sequence.submit.request_id)
         sequence.table.clear()
-        sequence.num_computed = sequence.num_sealed = state.num_cached_tokens = 0
+        sequence.begin(0)
+        state.num_cached_tokens = 0
         state.prefix = None
 
-    def _measure(self, chunk: ScheduledChunk, seconds: float) -> None:
-        num_tokens = chunk.end - chunk.start
+    def _measure(self, chunks: list[ScheduledChunk], seconds: float) -> None:
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        kind = "prefill" if any(chunk.is_prefill for chunk in chunks) else "decode"
         self._num_computed += num_tokens
-        if num_tokens > 1:
+        self._num_steps[kind] += 1
+        self._step_seconds[kind] += seconds
+        if kind == "prefill":
             each = seconds / num_tokens
             before = self._seconds_per_token or each
             self._seconds_per_token = 0.8 * before + 0.2 * each
@@ -251,6 +344,9 @@ class Worker:
     @staticmethod
     def _sample(sequence: Sequence, logits: npt.NDArray[np.float32]) -> int:
         submit = sequence.submit
+        if sequence.num_output < submit.min_tokens and submit.stop_token_ids:
+            logits = logits.copy()
+            logits[submit.stop_token_ids] = -np.inf
         return sample(
             logits,
             submit.sampling,
@@ -259,14 +355,18 @@ class Worker:
             sequence.num_output,
         )
 
+    # -- what the front hears -------------------------------------------------------------------
+
+    def _tell_progress(self, sequence: Sequence, num_computed: int) -> None:
+        submit = sequence.submit
+        self._send(Progress(submit.request_id, submit.attempt, submit.sample_index, num_computed))
+
     def _emit(self, sequence: Sequence, state: _Running, token: int) -> None:
         submit = sequence.submit
         state.clock.first_token = state.clock.first_token or time.monotonic()
         index = sequence.num_output
         sequence.tokens.append(token)
-        self._channel.send(
-            Output(submit.request_id, submit.attempt, submit.sample_index, index, [token])
-        )
+        self._send(Output(submit.request_id, submit.attempt, submit.sample_index, index, [token]))
         if reason := self._reason_to_stop(sequence):
             self._finish(sequence, reason)
 
@@ -274,7 +374,8 @@ class Worker:
     def _reason_to_stop(sequence: Sequence) -> str:
         """Why the last output token is the last one; "" = it is not."""
         submit = sequence.submit
-        if sequence.tokens[-1] in submit.stop_token_ids:
+        is_held_back = sequence.num_output <= submit.min_tokens
+        if sequence.tokens[-1] in submit.stop_token_ids and not is_held_back:
             return "stop"
         return "length" if sequence.num_output >= submit.max_tokens else ""
 
@@ -293,20 +394,47 @@ class Worker:
                 self._cache.publish(sequence, state.prefix, with_tail=True)
             self._cache.release(state.prefix)
         sequence.table.clear()
-        clock, now = state.clock, time.monotonic()
+        self._send(self._finished(sequence, state, reason, error))
+
+    @staticmethod
+    def _finished(
+        sequence: Sequence, state: _Running, reason: str, error: tuple[str, str] | None = None
+    ) -> Finished:
+        submit, clock, now = sequence.submit, state.clock, time.monotonic()
         admitted = clock.admitted or now
         looked_up = clock.looked_up or admitted
         first_token = clock.first_token or now
-        self._channel.send(
-            Finished(
-                request_id=sequence.submit.request_id,
-                attempt=sequence.submit.attempt,
-                reason=reason,
-                num_cached_tokens=state.num_cached_tokens,
-                queued_s=admitted - clock.submitted,
-                lookup_s=looked_up - admitted,
-                prefill_s=first_token - looked_up,
-                decode_s=now - first_token,
-                error=error,
-            )
+        return Finished(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            sample_index=submit.sample_index,
+            reason=reason,
+            num_cached_tokens=state.num_cached_tokens,
+            queued_s=admitted - clock.submitted,
+            lookup_s=looked_up - admitted,
+            prefill_s=first_token - looked_up,
+            decode_s=now - first_token,
+            preempted_s=clock.preempted_s,
+            num_preemptions=sequence.num_preemptions,
+            stop_token_id=sequence.tokens[-1] if reason == "stop" else None,
+            error=error,
         )
+
+    # -- hand-off to another worker -------------------------------------------------------------
+
+    def _hand_off(self, sequence: Sequence) -> None:
+        """Its prefill is done: give the seat and unpublished blocks back, keep the lease."""
+        state = self._states.pop(sequence)
+        self._scheduler.finish(sequence)
+        sequence.table.clear()
+        self._hand_offs.append(_HandOff(sequence, state))
+
+    def _tell_prefilled(self, hand_off: _HandOff) -> None:
+        if not hand_off.is_told:
+            hand_off.is_told = True
+            self._send(self._finished(hand_off.sequence, hand_off.state, "prefilled"))
+
+    def _end_hand_off(self, hand_off: _HandOff) -> None:
+        self._hand_offs.remove(hand_off)
+        if self._cache is not None and hand_off.state.prefix is not None:
+            self._cache.release(hand_off.state.prefix)

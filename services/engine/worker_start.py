@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -87,9 +88,22 @@ def _pin(cpus: list[int]) -> list[int]:
     return sorted(process.cpu_affinity())
 
 
+class _Phases:
+    """How long each part of the start took, since the process began."""
+
+    def __init__(self) -> None:
+        self.seconds = {"process": time.time() - psutil.Process().create_time()}
+        self._last = time.monotonic()
+
+    def end(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name], self._last = now - self._last, now
+
+
 def _build(
     config: WorkerConfig, channel: BlockingChannel, inbox: Inbox
 ) -> tuple[Worker, SharedCache | None, WorkerReady]:
+    phases = _Phases()
     cpus = _pin(list(config.cpus))
     if config.backend not in ("auto", "reference"):
         raise ModelError(f"backend {config.backend!r} is not allowed: auto, reference")
@@ -101,6 +115,7 @@ def _build(
             f"the reference backend needs {exc.name}: pip install 'cachewarm[torch]'"
         ) from exc
 
+    phases.end("imports")
     model = load_config(config.model, config.max_context)
     plan = reference_plan(model)
     block_bytes = 4 * model.kv_elements_per_token * config.block_size
@@ -120,7 +135,9 @@ def _build(
     if config.cachewarmd is not None:
         link = DaemonLink(config.cachewarmd, (pool_fd, pool_bytes), wake)
     weights, client = _attach_weights(config, plan, link)
+    phases.end("weights")
     executor = ReferenceExecutor(model, plan, weights.memory, config.block_size)
+    phases.end("executor")
     stamp = _make_stamp(model, weights, executor)
     cache = None
     if link is not None:
@@ -134,8 +151,9 @@ def _build(
         link.start(registration, client)
         cache = SharedCache(link, pool, config.block_size, wake)
     source = "shared" if weights.is_shared else "private"
-    worker = Worker(channel, inbox, config, executor, pool, cache, source)
+    worker = Worker(channel.send, inbox, config, executor, pool, cache, source)
     ready = WorkerReady(
+        role=config.role,
         model_version=weights.version,
         weights_sha256=weights.weights_sha256.hex(),
         stamp=stamp.digest().hex(),
@@ -144,7 +162,9 @@ def _build(
         kv_dtype="f32",
         block_size=config.block_size,
         num_private_blocks=pool.num_blocks,
+        max_num_seqs=config.max_num_seqs,
         cpus=cpus,
+        start_phases_s=phases.seconds,
     )
     return worker, cache, ready
 
@@ -152,7 +172,12 @@ def _build(
 def run(config: WorkerConfig, front: Path) -> int:
     """Dial the front and work for it until it is gone; returns the exit status."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(str(front))
+    try:
+        sock.connect(str(front))
+    except OSError as exc:
+        sock.close()
+        _log.error("front_not_reached", front=str(front), reason=exc.strerror)
+        return 1
     channel = BlockingChannel(sock)
     inbox: Inbox = queue.SimpleQueue()
     cache: SharedCache | None = None

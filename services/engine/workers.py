@@ -1,14 +1,24 @@
-"""Worker processes: spawn, hear, replace. A worker is exec'd anew, never forked from the front."""
+"""Worker processes: spawn, accept, hear, watch, replace.
+
+A worker is exec'd anew, never forked from the front; or it is a unit of its own (`external`).
+Either way it dials the front's Unix socket. Spares are workers that are ready and get nothing to do
+until another one of their role dies.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -18,6 +28,7 @@ from engine.config import WorkerConfig
 from engine.errors import StartError
 from engine.request import (
     Finished,
+    FromWorker,
     Output,
     Progress,
     Stats,
@@ -26,13 +37,16 @@ from engine.request import (
     WorkerHello,
     WorkerReady,
 )
-from engine.router import Router
+from engine.router import RoutedWorker, Router
 
 _log = structlog.get_logger()
 
 _DIAL_TIMEOUT_S = 60.0
+_HELLO_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 5.0
 _MAX_FAILED_STARTS = 3
+_RETRY_S = 1.0
+_STATS_EVERY_S = 1.0
 _STATS_TIMEOUT_S = 2.0
 
 
@@ -47,52 +61,151 @@ def worker_environment() -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 
 
-class WorkerSupervisor:
-    """Keeps one unified worker alive and tells the router of it.
+@dataclass(eq=False)
+class LiveWorker:
+    """A worker that dialled in. `routed` is None while it is a spare."""
 
-    `socket_path` is where workers dial in. `on_state(ready)` is called when a worker is ready and
-    when it is lost.
+    pid: int
+    pidfd: int
+    role: str
+    channel: AsyncChannel
+    ready: WorkerReady | None = None
+    routed: RoutedWorker | None = None
+    stats: Stats | None = None
+    asked_at: float = 0.0  # a StatsRequest that is not answered; 0 = none
+    heard_at: float = 0.0
+    stats_waiters: list[asyncio.Future[Stats]] = field(default_factory=list)
+
+    def kill(self) -> None:
+        """SIGKILL, whatever state it is in. A pid that was taken by another is not hit."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def ask(self, now: float) -> None:
+        """For its counts, which is also how it shows that it lives."""
+        if not self.asked_at:
+            self.asked_at = now
+            self.channel.send(StatsRequest())
+
+
+class WorkerPool:
+    """Keeps `counts` workers of each role alive, spares beside them, and tells the router.
+
+    `socket_path` is where workers dial in. `on_change(ready)` is called with what a worker serves
+    when one becomes able to take requests, and with None when the last one is lost.
     """
 
     def __init__(
         self,
-        config: WorkerConfig,
+        configs: Mapping[str, WorkerConfig],
+        counts: Mapping[str, int],
+        num_spares: int,
+        watchdog_s: float,
         socket_path: Path,
         router: Router,
-        on_state: Callable[[WorkerReady | None], None],
+        on_change: Callable[[WorkerReady | None], None],
+        *,
+        is_external: bool = False,
     ) -> None:
-        self._config = config
+        self._configs = configs
+        self._counts = counts
+        self._num_spares = num_spares
+        self._watchdog_s = watchdog_s
         self._path = socket_path
         self._router = router
-        self._on_state = on_state
-        self._dialled: asyncio.Queue[AsyncChannel] = asyncio.Queue()
+        self._on_change = on_change
+        self._is_external = is_external
         self._server: asyncio.Server | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._channel: AsyncChannel | None = None
-        self._stats: asyncio.Future[Stats] | None = None
+        self._dialled: dict[int, asyncio.Future[LiveWorker]] = {}  # by pid, of those we spawned
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: asyncio.Future[None] | None = None
+        self._was_ready = False
         self._stopping = False
-        self.info: WorkerReady | None = None
+        self.on_stats: Callable[[int, Stats], None] = lambda pid, stats: None
+        self.on_gone: Callable[[int], None] = lambda pid: None
+        self.live: list[LiveWorker] = []
+
+    # -- views ----------------------------------------------------------------------------------
 
     @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
+    def active(self) -> list[LiveWorker]:
+        """Those that take requests."""
+        return [worker for worker in self.live if worker.routed is not None]
+
+    @property
+    def spares(self) -> list[LiveWorker]:
+        return [worker for worker in self.live if worker.ready and worker.routed is None]
+
+    @property
+    def max_positions(self) -> int:
+        """What a request can come to fill on any of them."""
+        readies = [worker.ready for worker in self.live if worker.ready is not None]
+        return min((r.num_private_blocks * r.block_size for r in readies), default=0)
+
+    @property
+    def kv_usage(self) -> float:
+        """Private blocks in use, of all, by the workers' last word: 0 to 1."""
+        pairs = [(worker.ready, worker.stats) for worker in self.active]
+        total = sum(ready.num_private_blocks for ready, stats in pairs if ready and stats)
+        free = sum(stats.num_private_blocks_free for ready, stats in pairs if ready and stats)
+        return 1 - free / total if total else 0.0
+
+    async def fresh_stats(self) -> list[LiveWorker]:
+        """All ready workers, with counts of now as far as they answer in time."""
+        ready = [worker for worker in self.live if worker.ready]
+        loop = asyncio.get_running_loop()
+        waiters = []
+        for worker in ready:
+            waiters.append(loop.create_future())
+            worker.stats_waiters.append(waiters[-1])
+            worker.channel.send(StatsRequest())
+        if waiters:
+            await asyncio.wait(waiters, timeout=_STATS_TIMEOUT_S)
+        return ready
+
+    # -- life -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until `stop`. Raises StartError when workers die before they are ready, time after time.
+        """Until `stop`. Raises StartError when no worker can be had.
 
-        A worker that names its reason (no such model, say) is not tried again.
+        A worker that names its reason (no such model, say) is not tried again, unless others run.
         """
+        self._failure = asyncio.get_running_loop().create_future()
         await self._listen()
-        failed = 0
         try:
-            while not self._stopping:
-                was_ready = await self._one_life()
-                failed = 0 if was_ready else failed + 1
-                if failed >= _MAX_FAILED_STARTS and not self._stopping:
-                    raise StartError(f"the worker died {failed} times before it was ready")
+            self._spawn_task(self._watch())
+            if not self._is_external:
+                for role, count in self._counts.items():
+                    for _ in range(count + self._num_spares):
+                        self._spawn_task(self._keep(role))
+            await self._failure
         finally:
+            self._stopping = True
+            for worker in self.live:
+                worker.channel.close()
             self._router.no_worker_left()
             await self._close()
+
+    def _spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    def stop(self) -> None:
+        """Let workers finish their last publishes and go; `run` then ends."""
+        self._stopping = True
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_result(None)
 
     async def _listen(self) -> None:
         try:
@@ -100,7 +213,7 @@ class WorkerSupervisor:
         except options.OptionError as exc:
             raise StartError(str(exc)) from exc
         if self._path.exists() and stat.S_ISSOCK(self._path.lstat().st_mode):
-            self._path.unlink()  # of an engine that died on this port; we hold the port now
+            self._path.unlink()  # of an engine that died on this address; we hold it now
         before = os.umask(0o177)
         try:
             self._server = await asyncio.start_unix_server(self._on_dial, str(self._path))
@@ -109,126 +222,201 @@ class WorkerSupervisor:
         finally:
             os.umask(before)
 
-    def _on_dial(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._dialled.put_nowait(AsyncChannel(reader, writer))
-
-    async def _one_life(self) -> bool:
-        """Spawn a worker and hear it until it is gone; was it ever ready?"""
-        self._process = await asyncio.create_subprocess_exec(
-            *entry_command("engine"),
-            "worker",
-            "--role",
-            self._config.role,
-            "--front",
-            f"unix:{self._path}",
-            "--config-json",
-            self._config.to_json(),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=worker_environment(),
-        )
-        died = asyncio.create_task(self._process.wait())
-        was_ready = False
-        try:
-            channel = await self._wait_for_dial(died)
-            if channel is None:
-                return False
-            self._channel = channel
-            was_ready = await self._hear(channel)
-        finally:
-            if was_ready:
-                self._router.worker_lost()
-                self.info = None
-                self._on_state(None)
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
-            await self._reap(died)
-        return was_ready
-
-    async def _wait_for_dial(self, died: asyncio.Task[int]) -> AsyncChannel | None:
-        dialled = asyncio.create_task(self._dialled.get())
-        await asyncio.wait(
-            {dialled, died}, timeout=_DIAL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        if dialled.done():
-            return dialled.result()
-        dialled.cancel()
-        return None
-
-    async def _hear(self, channel: AsyncChannel) -> bool:
-        """Everything a worker says, until it is gone."""
-        was_ready = False
-        try:
-            while True:
-                message = await channel.receive()
-                match message:
-                    case WorkerHello():
-                        if self._process is None or message.pid != self._process.pid:
-                            _log.warning("stranger_on_worker_socket", pid=message.pid)
-                            return was_ready
-                    case WorkerReady():
-                        was_ready, self.info = True, message
-                        self._router.worker_ready(channel.send)
-                        self._on_state(message)
-                    case WorkerFailed():
-                        raise StartError(message.message)
-                    case Stats():
-                        if self._stats is not None and not self._stats.done():
-                            self._stats.set_result(message)
-                    case Output() | Finished() | Progress():
-                        if not self._router.on_message(message):
-                            return was_ready
-        except BrokenChannelError:
-            if not self._stopping:
-                _log.warning("worker_lost", pid=self.pid)
-            return was_ready
-
-    async def _reap(self, died: asyncio.Task[int]) -> None:
-        """A worker leaves when its channel closes; one that does not is killed."""
-        assert self._process is not None
-        patience = _STOP_TIMEOUT_S if self._stopping else 0.2
-        await asyncio.wait({died}, timeout=patience)
-        if not died.done():
-            self._process.kill()
-        await died
-
-    async def stats(self) -> Stats | None:
-        """Counts of the worker now; None when there is none or it does not answer in time."""
-        if self._channel is None or self.info is None:
-            return None
-        if self._stats is None or self._stats.done():
-            self._stats = asyncio.get_running_loop().create_future()
-            self._channel.send(StatsRequest())
-        done, _ = await asyncio.wait({self._stats}, timeout=_STATS_TIMEOUT_S)
-        return self._stats.result() if done else None
-
-    def stop(self) -> None:
-        """Let the worker finish its last publishes and go; `run` then ends."""
-        self._stopping = True
-        if self._channel is not None:
-            self._channel.close()
-        elif self._process is not None and self._process.returncode is None:
-            self._process.terminate()  # not dialled in yet
-
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
-        while not self._dialled.empty():
-            self._dialled.get_nowait().close()
+        heard = {worker.pid for worker in self.live}
+        for process in self._processes:
+            if process.pid not in heard and process.returncode is None:
+                process.terminate()  # it has not dialled in yet: nobody else tells it
+        await asyncio.gather(*(self._reap(process) for process in list(self._processes)))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._path.unlink(missing_ok=True)
 
+    # -- spawning -------------------------------------------------------------------------------
 
-def free_port_probe(host: str, port: int) -> None:
-    """Raises StartError when something listens there already, under any form of the address.
+    async def _keep(self, role: str) -> None:
+        """One place for a worker of that role: fill it, again and again. Raises StartError."""
+        failed = 0
+        while not self._stopping:
+            failed = 0 if await self._one_life(role) else failed + 1
+            if failed >= _MAX_FAILED_STARTS and not self._stopping:
+                if not self.active:
+                    raise StartError(f"the worker died {failed} times before it was ready")
+                await asyncio.sleep(_RETRY_S)
 
-    A wildcard address binds silently over a loopback one, so asking the kernel is not enough.
-    """
-    if not port:
-        return
-    target = "127.0.0.1" if host in ("0.0.0.0", "") else "::1" if host == "::" else host
-    try:
-        with socket.create_connection((target, port), timeout=1.0):
-            pass
-    except OSError:
-        return
-    raise StartError(f"{host}:{port} is in use: another server listens there")
+    async def _one_life(self, role: str) -> bool:
+        """Spawn a worker and wait until it is gone; was it ever ready?"""
+        process = await asyncio.create_subprocess_exec(
+            *entry_command("engine"),
+            "worker",
+            "--role",
+            role,
+            "--front",
+            f"unix:{self._path}",
+            "--config-json",
+            self._configs[role].to_json(),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=worker_environment(),
+        )
+        self._processes.add(process)
+        dialled: asyncio.Future[LiveWorker] = asyncio.get_running_loop().create_future()
+        self._dialled[process.pid] = dialled
+        died = asyncio.create_task(process.wait())
+        try:
+            either: set[asyncio.Future[Any]] = {dialled, died}
+            await asyncio.wait(either, timeout=_DIAL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not dialled.done():
+                return False
+            worker = dialled.result()
+            await self._hear(worker)
+            return worker.ready is not None
+        finally:
+            del self._dialled[process.pid]
+            await self._reap(process)
+            await died
+            self._processes.discard(process)
+            if process.returncode and not self._stopping:
+                _log.warning("worker_ended", pid=process.pid, status=process.returncode)
+
+    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        """A worker leaves when its channel closes; one that does not is killed."""
+        patience = _STOP_TIMEOUT_S if self._stopping else 0.2
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), patience)
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    # -- hearing --------------------------------------------------------------------------------
+
+    async def _on_dial(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A process has connected; who it is, the kernel says."""
+        channel = AsyncChannel(reader, writer)
+        peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid = int.from_bytes(peer[:4], sys.byteorder)
+        try:
+            hello = await asyncio.wait_for(channel.receive(), _HELLO_TIMEOUT_S)
+            if not isinstance(hello, WorkerHello):
+                raise BrokenChannelError("no hello")
+            worker = LiveWorker(pid, os.pidfd_open(pid), hello.role, channel)
+        except (TimeoutError, BrokenChannelError, OSError) as exc:
+            _log.warning("stranger_on_worker_socket", pid=pid, reason=str(exc))
+            channel.close()
+            return
+        ours = self._dialled.get(pid)
+        if ours is not None and not ours.done():
+            ours.set_result(worker)
+        elif self._is_external and hello.role in self._counts and not self._stopping:
+            await self._hear(worker)
+        else:
+            _log.warning("stranger_on_worker_socket", pid=pid, role=hello.role)
+            os.close(worker.pidfd)
+            channel.close()
+
+    async def _hear(self, worker: LiveWorker) -> None:
+        """Everything a worker says, until it is gone."""
+        worker.heard_at = time.monotonic()
+        self.live.append(worker)
+        try:
+            while not self._stopping:
+                message = await worker.channel.receive()
+                worker.heard_at = time.monotonic()
+                if not self._take(worker, message):
+                    break
+        except BrokenChannelError:
+            if not self._stopping:
+                _log.warning("worker_lost", pid=worker.pid, role=worker.role)
+        finally:
+            self._forget(worker)
+
+    def _take(self, worker: LiveWorker, message: FromWorker) -> bool:
+        """False = it must not go on."""
+        match message:
+            case WorkerReady():
+                return self._make_ready(worker, message)
+            case WorkerFailed():
+                _log.error("worker_failed", pid=worker.pid, reason=message.message)
+                if not self._was_ready:
+                    self._fail(StartError(message.message))
+                return False
+            case Stats():
+                worker.stats, worker.asked_at = message, 0.0
+                self.on_stats(worker.pid, message)
+                waiters, worker.stats_waiters = worker.stats_waiters, []
+                for waiter in waiters:
+                    if not waiter.done():
+                        waiter.set_result(message)
+                return True
+            case Output() | Finished() | Progress():
+                return worker.routed is None or self._router.on_message(message)
+            case WorkerHello():
+                return False
+
+    def _make_ready(self, worker: LiveWorker, ready: WorkerReady) -> bool:
+        others = [w.ready for w in self.live if w.ready is not None]
+        if others and others[0].stamp != ready.stamp:
+            # A request may go from one to the other: they must compute the same.
+            _log.error("worker_refused_other_stamp", pid=worker.pid, stamp=ready.stamp)
+            return False
+        worker.ready, self._was_ready = ready, True
+        self._fill_places()
+        return True
+
+    def _fill_places(self) -> None:
+        """Spares take the places that are empty."""
+        for role, count in self._counts.items():
+            missing = count - sum(1 for worker in self.active if worker.role == role)
+            for worker in [spare for spare in self.spares if spare.role == role][: max(0, missing)]:
+                worker.routed = self._router.worker_ready(role, worker.channel.send)
+                assert worker.ready is not None
+                if self.can_serve:
+                    self._on_change(worker.ready)
+
+    @property
+    def can_serve(self) -> bool:
+        """Is there a worker of every role?"""
+        return set(self._counts) <= {worker.role for worker in self.active}
+
+    def _forget(self, worker: LiveWorker) -> None:
+        self.live.remove(worker)
+        worker.channel.close()  # from here on nothing it says is heard
+        if not self._stopping:
+            worker.kill()  # it may be only hung, or wrong
+        os.close(worker.pidfd)
+        self.on_gone(worker.pid)
+        for waiter in worker.stats_waiters:
+            waiter.cancel()
+        routed, worker.routed = worker.routed, None
+        if routed is None or self._stopping:
+            return
+        self._router.worker_lost(routed)
+        self._fill_places()
+        if not self.can_serve:
+            self._on_change(None)
+
+    # -- watching -------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ask every worker for its counts; one that says nothing for too long is hung."""
+        tick = min(_STATS_EVERY_S, self._watchdog_s / 4)
+        last = time.monotonic()
+        while not self._stopping:
+            await asyncio.sleep(tick)
+            now = time.monotonic()
+            was_stopped = now - last > 4 * tick
+            last = now
+            for worker in list(self.live):
+                if worker.ready is None:
+                    continue
+                if was_stopped:  # it was us who slept
+                    worker.heard_at, worker.asked_at = now, 0.0
+                silent_since = max(worker.heard_at, worker.asked_at)
+                if worker.asked_at and now - silent_since > self._watchdog_s:
+                    _log.error("worker_hung", pid=worker.pid, silent_s=round(now - silent_since, 1))
+                    worker.channel.close()
+                    worker.kill()
+                else:
+                    worker.ask(now)

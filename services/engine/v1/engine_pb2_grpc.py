@@ -49,6 +49,11 @@ class EngineServiceStub:
                 request_serializer=engine_dot_v1_dot_engine__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=engine_dot_v1_dot_engine__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/engine.v1.EngineService/Detokenize',
+                request_serializer=engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/engine.v1.EngineService/GetModelInfo',
                 request_serializer=engine_dot_v1_dot_engine__pb2.GetModelInfoRequest.SerializeToString,
@@ -59,13 +64,29 @@ class EngineServiceStub:
                 request_serializer=engine_dot_v1_dot_engine__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=engine_dot_v1_dot_engine__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/engine.v1.EngineService/GetLoad',
+                request_serializer=engine_dot_v1_dot_engine__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=engine_dot_v1_dot_engine__pb2.GetLoadResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/engine.v1.EngineService/Drain',
+                request_serializer=engine_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
+                response_deserializer=engine_dot_v1_dot_engine__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/engine.v1.EngineService/FlushCache',
+                request_serializer=engine_dot_v1_dot_engine__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=engine_dot_v1_dot_engine__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams one completion: Accepted, TokenOutput..., Finished (with usage).
+        """Streams a completion, or n of one prompt: Accepted, then TokenOutput... and one Finished of each
+        sample; usage stands on the last message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +106,13 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detokenize(self, request, context):
+        """Text of token ids, as Generate would stream it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """What is served: identity, limits, numerics.
         """
@@ -94,6 +122,28 @@ class EngineServiceServicer:
 
     def GetServerInfo(self, request, context):
         """What the processes do right now: counts, tokens, blocks, warmth.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoad(self, request, context):
+        """How busy it is, in few numbers: for balancers, cheap enough for once a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Stops admitting for good (health NOT_SERVING) and reports until nothing is active. The process
+        stays up; cancelling the call does not undo it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Drops the shared KV blocks of the served model that no request uses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +167,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     request_deserializer=engine_dot_v1_dot_engine__pb2.TokenizeRequest.FromString,
                     response_serializer=engine_dot_v1_dot_engine__pb2.TokenizeResponse.SerializeToString,
             ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=engine_dot_v1_dot_engine__pb2.DetokenizeRequest.FromString,
+                    response_serializer=engine_dot_v1_dot_engine__pb2.DetokenizeResponse.SerializeToString,
+            ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
                     request_deserializer=engine_dot_v1_dot_engine__pb2.GetModelInfoRequest.FromString,
@@ -126,6 +181,21 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=engine_dot_v1_dot_engine__pb2.GetServerInfoRequest.FromString,
                     response_serializer=engine_dot_v1_dot_engine__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=engine_dot_v1_dot_engine__pb2.GetLoadRequest.FromString,
+                    response_serializer=engine_dot_v1_dot_engine__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=engine_dot_v1_dot_engine__pb2.DrainRequest.FromString,
+                    response_serializer=engine_dot_v1_dot_engine__pb2.DrainResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=engine_dot_v1_dot_engine__pb2.FlushCacheRequest.FromString,
+                    response_serializer=engine_dot_v1_dot_engine__pb2.FlushCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +290,33 @@ class EngineService:
             _registered_method=True)
 
     @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/engine.v1.EngineService/Detokenize',
+            engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
+            engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetModelInfo(request,
             target,
             options=(),
@@ -263,6 +360,87 @@ class EngineService:
             '/engine.v1.EngineService/GetServerInfo',
             engine_dot_v1_dot_engine__pb2.GetServerInfoRequest.SerializeToString,
             engine_dot_v1_dot_engine__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/engine.v1.EngineService/GetLoad',
+            engine_dot_v1_dot_engine__pb2.GetLoadRequest.SerializeToString,
+            engine_dot_v1_dot_engine__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/engine.v1.EngineService/Drain',
+            engine_dot_v1_dot_engine__pb2.DrainRequest.SerializeToString,
+            engine_dot_v1_dot_engine__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/engine.v1.EngineService/FlushCache',
+            engine_dot_v1_dot_engine__pb2.FlushCacheRequest.SerializeToString,
+            engine_dot_v1_dot_engine__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
