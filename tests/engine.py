@@ -328,7 +328,7 @@ def serve_fails(
     """Run `serve` with a setting it can't accept: (exit status, stderr). Fails if it serves."""
     with tempfile.TemporaryDirectory(prefix="cwe-", dir="/tmp") as folder:
         ended = subprocess.run(
-            command("serve", *flags),
+            command("serve", "--http-port", "off", *flags),
             env={**environment(), "XDG_RUNTIME_DIR": folder, **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,

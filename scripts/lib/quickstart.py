@@ -128,7 +128,7 @@ class Demo:
     def start_engine(self, port: int = 0) -> float:
         """Returns seconds from process start to READY."""
         command = [str(BIN / "cachewarm-engine"), "serve", "--model", str(self.model)]
-        command += ["--port", str(port)]
+        command += ["--port", str(port), "--http-port", "0"]
         self.engine = Service(command, self.folder / "engine.log", self.env)
         ready = self.engine.wait_ready()
         self.target = ready["address"]

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import structlog
 import uvloop
 
-from cachewarmd import __version__, config, listener, log, options
+from cachewarmd import __version__, config, listener, log, notify, options, settings
 from cachewarmd.errors import CachewarmError
 from cachewarmd.server import Server
 
 PROGRAM = "cachewarmd"
+_SOCKET_FD_NAME = "control.sock"  # FileDescriptorName= in systemd/cachewarmd.socket
 _EXIT_IN_USE = 75  # EX_TEMPFAIL: another daemon serves the socket
 
 
@@ -30,41 +31,59 @@ def _bump_epoch(lock_fd: int) -> int:
     return epoch
 
 
-async def _serve(settings: config.Config) -> None:
-    sock, lock_fd = listener.listen(settings.socket)
-    try:
-        server = Server(settings, _bump_epoch(lock_fd))
+def _activated_fd() -> int | None:
+    """The control socket, when a service manager listens on it for us."""
+    passed = notify.listen_fds(os.environ)
+    fd = passed.pop(_SOCKET_FD_NAME, None)
+    for name, unknown in passed.items():
+        structlog.get_logger().warning("unknown_descriptor_closed", name=name)
+        os.close(unknown)
+    return fd
+
+
+async def _serve(
+    settings: config.Config, notifier: notify.Notifier, activated_fd: int | None
+) -> None:
+    with listener.listen(settings.socket, activated_fd) as listening:
+        server = Server(settings, _bump_epoch(listening.lock_fd))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
 
         def ready() -> None:
+            notifier.ready()
             line = {"event": "ready", "socket": str(settings.socket), "pid": os.getpid()}
             print(json.dumps(line), flush=True)
 
-        await server.run(sock, ready)
-    finally:
-        # Ours: the lock is still held.
-        settings.socket.unlink(missing_ok=True)
-        sock.close()
-        os.close(lock_fd)
+        await server.run(listening, notifier, ready)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     parser = argparse.ArgumentParser(
-        PROGRAM, description="Keeps model weights and KV blocks warm for engines on this host."
+        PROGRAM,
+        description="Keeps model weights and KV blocks warm for engines on this host.",
+        usage="%(prog)s [--OPTION VALUE]...",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    settings.add_to_parser(parser, config.DEFAULT_FILE)
     options.add_to_parser(parser, config.OPTIONS, config.ENV_PREFIX)
     flags = parser.parse_args(argv)
     try:
-        settings = config.load(flags, os.environ)
+        found = config.resolve(flags, os.environ)
+        if flags.print_config:
+            print(settings.to_toml(config.OPTIONS, found))
+            return 0
+        chosen = config.make(found, os.environ)
+        if flags.check_config:
+            return options.report(PROGRAM, config.faults(chosen))
     except options.OptionError as exc:
-        options.die(PROGRAM, str(exc), 2)
-    log.configure(PROGRAM, settings.log_level)
+        return options.report(PROGRAM, exc.errors)
+    log.configure(PROGRAM, chosen.log_level)
     try:
-        uvloop.run(_serve(settings))
+        notifier = notify.Notifier.from_environ(os.environ)
+        uvloop.run(_serve(chosen, notifier, _activated_fd()))
     except listener.SocketInUseError as exc:
         options.die(PROGRAM, str(exc), _EXIT_IN_USE)
     except CachewarmError as exc:

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachewarmd import log, options
+from cachewarmd import log, options, settings
 from cachewarmd.budget import DEFAULT_CGROUP_ROOT
-from cachewarmd.options import Option
+from cachewarmd.layout import EXTENT_BYTES
+from cachewarmd.options import Option, OptionError
+from cachewarmd.settings import Setting
 
 ENV_PREFIX = "CACHEWARMD_"
+DEFAULT_FILE = "cachewarmd.toml"
 
 OPTIONS = (
     Option(
         "socket",
-        options.path,
+        options.socket_path,
         None,
         "control socket (default: $XDG_RUNTIME_DIR/cachewarm/control.sock, "
         "else a per-user directory below the temp dir)",
@@ -58,8 +61,35 @@ class Config:
     log_level: str
 
 
-def load(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """Raises options.OptionError naming the setting, its value and what is allowed."""
-    values = options.resolve(OPTIONS, flags, environ, ENV_PREFIX)
+def resolve(
+    flags: argparse.Namespace,
+    environ: Mapping[str, str],
+    config_dir: Path = settings.DEFAULT_DIR,
+) -> dict[str, Setting]:
+    """Every setting and where it comes from. Raises options.OptionError."""
+    return settings.resolve(OPTIONS, flags, environ, ENV_PREFIX, config_dir / DEFAULT_FILE)
+
+
+def make(found: Mapping[str, Setting], environ: Mapping[str, str]) -> Config:
+    """The settings of a daemon. Raises options.OptionError naming what does not go together."""
+    values = {name: setting.value for name, setting in found.items()}
     values["socket"] = values["socket"] or options.default_socket(environ)
     return Config(**values)
+
+
+def faults(config: Config) -> list[str]:
+    """What would keep a daemon from starting here. Looks only, changes nothing."""
+    errors = []
+    if config.pool_bytes is not None and config.pool_bytes < EXTENT_BYTES:
+        errors.append(
+            f"pool-bytes {config.pool_bytes} is not allowed: at least {EXTENT_BYTES} (one extent)"
+        )
+    for check, path in (
+        (options.check_socket_path, config.socket),
+        (options.check_private_dir, config.socket.parent),
+    ):
+        try:
+            check(path)
+        except OptionError as exc:
+            errors += exc.errors
+    return errors

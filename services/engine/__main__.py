@@ -1,4 +1,4 @@
-"""`cachewarm-engine`: serve, generate, demo-model; `worker` is what `serve` runs."""
+"""`cachewarm-engine`: serve, generate, demo-model; `worker` is what `serve` or a unit runs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cachewarmd import log, options
+from cachewarmd import log, options, settings
 from engine import __version__, config
+from engine.option_table import ROLES, SERVE_OPTIONS, WORKER_OPTIONS
 
 PROGRAM = "cachewarm-engine"
 
 
 def _serve(flags: argparse.Namespace) -> int:
     try:
-        settings = config.load_serve(flags, os.environ)
+        found = config.resolve(flags, os.environ)
+        if flags.print_config:
+            print(_as_toml(found))
+            return 0
+        chosen = config.serve_config(found)
+        if flags.check_config:
+            from engine import check_config
+
+            return options.report(PROGRAM, check_config.faults(chosen, os.environ))
     except options.OptionError as exc:
-        options.die(PROGRAM, str(exc), 2)
-    log.configure(PROGRAM, settings.log_level)
+        return options.report(PROGRAM, exc.errors)
+    log.configure(PROGRAM, chosen.log_level)
     # Children are exec'd at once, so gRPC's fork handlers have nothing to do but complain. It must
     # be said before gRPC is imported.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
@@ -33,7 +42,7 @@ def _serve(flags: argparse.Namespace) -> int:
     from engine.tokenizer import TokenizerError
 
     async def run() -> None:
-        await Front(settings, os.environ).run()
+        await Front(chosen, os.environ).run()
 
     try:
         uvloop.run(run())
@@ -42,15 +51,52 @@ def _serve(flags: argparse.Namespace) -> int:
     return 0
 
 
+def _as_toml(found: Mapping[str, settings.Setting]) -> str:
+    is_on_socket = found["listen"].value and found["port"].is_default
+    unused = {"port": "listen names a Unix socket"} if is_on_socket else {}
+    return settings.to_toml(SERVE_OPTIONS, found, unused)
+
+
 def _worker(flags: argparse.Namespace) -> int:
     from engine import worker_start
+    from engine.errors import ModelError
 
     try:
-        settings = config.WorkerConfig.from_json(flags.config_json)
+        chosen, front = _worker_settings(flags)
     except options.OptionError as exc:
-        options.die(PROGRAM, str(exc), 2)
-    log.configure("cachewarm-worker", settings.log_level)
-    return worker_start.run(settings, Path(flags.front.removeprefix("unix:")))
+        return options.report(PROGRAM, exc.errors)
+    except ModelError as exc:
+        options.die(PROGRAM, str(exc), 1)
+    log.configure("cachewarm-worker", chosen.log_level)
+    return worker_start.run(chosen, front)
+
+
+def _worker_settings(flags: argparse.Namespace) -> tuple[config.WorkerConfig, Path]:
+    """Its settings and where the front is. Raises OptionError, ModelError."""
+    if flags.config_json is not None:
+        for name in ("config", *(option.name for option in WORKER_OPTIONS)):
+            if getattr(flags, name.replace("-", "_")) is not None:
+                raise options.OptionError(f"--{name}: not allowed with --config-json")
+        if flags.front is None:
+            raise options.OptionError("--front: a socket is required with --config-json")
+        return config.WorkerConfig.from_json(flags.config_json), _unix_path(flags.front)
+    from engine.models.config import load_config
+    from engine.worker_config import worker_config
+
+    shared = config.worker_side(config.resolve(flags, os.environ))
+    front = shared.worker_socket if flags.front is None else _unix_path(flags.front)
+    if front is None:
+        raise options.OptionError("--front: a socket is required, or worker-socket or listen")
+    model = load_config(shared.model, shared.max_context)
+    return worker_config(shared, model, flags.role, os.environ), front
+
+
+def _unix_path(front: str) -> Path:
+    """The socket of --front unix:PATH. Raises OptionError."""
+    scheme, _, path = front.partition(":")
+    if scheme != "unix" or not path:
+        raise options.OptionError(f"--front: {front!r} is not allowed: unix:PATH")
+    return Path(path)
 
 
 def _generate(flags: argparse.Namespace) -> int:
@@ -103,14 +149,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    serve = verbs.add_parser("serve", help="run the gRPC service")
-    options.add_to_parser(serve, config.SERVE_OPTIONS, config.ENV_PREFIX)
+    serve = verbs.add_parser(
+        "serve",
+        help="run the gRPC service",
+        usage=f"{PROGRAM} serve --model DIR [--OPTION VALUE]...",
+        allow_abbrev=False,
+    )
+    settings.add_to_parser(serve, config.DEFAULT_FILE)
+    options.add_to_parser(serve, SERVE_OPTIONS, config.ENV_PREFIX)
     serve.set_defaults(run=_serve)
 
-    worker = verbs.add_parser("worker", help="what serve runs: dials a front and computes for it")
-    worker.add_argument("--role", choices=["unified"], default="unified")
-    worker.add_argument("--front", required=True, metavar="unix:PATH")
-    worker.add_argument("--config-json", required=True, metavar="JSON")
+    worker = verbs.add_parser(
+        "worker",
+        help="dials a front and computes for it; serve runs it, or a unit of its own",
+        usage=f"{PROGRAM} worker [--role ROLE] [--OPTION VALUE]...",
+        allow_abbrev=False,
+    )
+    worker.add_argument("--role", choices=ROLES, default="unified")
+    worker.add_argument(
+        "--front", metavar="unix:PATH", help="where the front listens (default: --worker-socket)"
+    )
+    worker.add_argument("--config-json", metavar="JSON", help="all other settings, from a front")
+    worker.add_argument(
+        "--config", metavar="FILE", help="settings in TOML, as for serve (default: as for serve)"
+    )
+    options.add_to_parser(worker, WORKER_OPTIONS, config.ENV_PREFIX)
     worker.set_defaults(run=_worker)
 
     generate = verbs.add_parser("generate", help="stream a completion to stdout")

@@ -6,102 +6,65 @@ import argparse
 import ipaddress
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cachewarmd import log, options
-from cachewarmd.options import Option, OptionError
+from cachewarmd import options, settings
+from cachewarmd.options import OptionError
+from cachewarmd.settings import Setting
+from engine.option_table import ROLE_OVERRIDES, ROLES, SERVE_OPTIONS, role_option_name
+
+__all__ = ["ENV_PREFIX", "SERVE_OPTIONS", "ServeConfig", "WorkerConfig", "load_serve"]
 
 ENV_PREFIX = "CACHEWARM_ENGINE_"
-
-
-def _cpus(value: str) -> tuple[int, ...]:
-    """A CPU list as in cpusets: 0-3,6."""
-    cpus: set[int] = set()
-    try:
-        for part in value.split(","):
-            first, _, last = part.partition("-")
-            cpus.update(range(int(first), int(last or first) + 1))
-        if not cpus or min(cpus) < 0:
-            raise ValueError
-    except ValueError:
-        raise OptionError(f"{value!r} is not a CPU list: as 0-3,6") from None
-    return tuple(sorted(cpus))
-
-
-def _block_size(value: str) -> int:
-    size = options.integer(8, 256)(value)
-    if size % 8:
-        raise OptionError(f"{value!r} is not allowed: a multiple of 8")
-    return size
-
-
-SERVE_OPTIONS = (
-    Option("model", options.path, None, "model directory in Hugging Face layout", "DIR"),
-    Option("model-name", options.text, None, "name clients ask for (default: directory name)"),
-    Option("model-version", options.text, "", "version name (default: digest of the weights)"),
-    Option("host", options.text, "127.0.0.1", "address to listen on"),
-    Option("port", options.integer(0, 65535), 50051, "TCP port; 0 = any free one", "PORT"),
-    Option("insecure", options.flag, False, "allow an address that others can reach, without TLS"),
-    Option(
-        "cachewarmd",
-        options.text,
-        "auto",
-        "auto = use the daemon on the default socket, start one if none answers; off; "
-        "or a socket path",
-        "auto|off|SOCKET",
-    ),
-    Option("keep-daemon", options.flag, False, "leave a daemon that was started here running"),
-    Option("pool-bytes", options.size, None, "pool size of a daemon that is started here", "SIZE"),
-    Option("backend", options.choice("auto", "reference"), "auto", "how the model is computed"),
-    Option("worker-cpus", _cpus, (), "CPUs of the worker, as 0-3,6 (default: all)", "LIST"),
-    Option(
-        "private-pool-bytes",
-        options.size,
-        None,
-        "KV memory of the worker itself (default: one request of the longest context)",
-        "SIZE",
-    ),
-    Option("block-size", _block_size, 32, "tokens of a KV block", "TOKENS"),
-    Option("prefill-chunk", options.integer(1, 8192), 128, "tokens of a prefill step", "TOKENS"),
-    Option("max-context", options.integer(2, 1 << 24), None, "limit below the model's own"),
-    Option("max-queue", options.integer(1, 100_000), 1024, "requests at most, waiting included"),
-    Option("drain-timeout", options.seconds, 30.0, "how long SIGTERM lets streams finish"),
-    Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
-)
+DEFAULT_FILE = "engine.toml"
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """All settings of one engine."""
+    """All settings of one engine. `overrides` are fields with another value for one role."""
 
     model: Path
     model_name: str
     model_version: str
     host: str
+    listen: str
     port: int
+    http_port: int | None
     insecure: bool
-    cachewarmd: str
+    cachewarmd: str | Path
     keep_daemon: bool
     pool_bytes: int | None
     backend: str
+    workers: tuple[tuple[str, int], ...]
+    spare_workers: int
+    external_workers: bool
+    worker_socket: Path | None
+    watchdog: float
     worker_cpus: tuple[int, ...]
     private_pool_bytes: int | None
     block_size: int
     prefill_chunk: int
+    max_num_seqs: int
     max_context: int | None
     max_queue: int
     drain_timeout: float
     log_level: str
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def daemon_socket(self, environ: Mapping[str, str]) -> Path | None:
         """Where the daemon is; None = off."""
-        if self.cachewarmd == "off":
-            return None
-        if self.cachewarmd == "auto":
-            return options.default_socket(environ)
-        return Path(self.cachewarmd).expanduser()
+        match self.cachewarmd:
+            case "off":
+                return None
+            case "auto":
+                return options.default_socket(environ)
+        return Path(self.cachewarmd)
+
+    def for_role(self, role: str) -> ServeConfig:
+        """These settings as they hold for the workers of that role."""
+        return replace(self, overrides={}, **self.overrides.get(role, {}))
 
 
 def _is_loopback(host: str) -> bool:
@@ -111,19 +74,82 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def load_serve(flags: argparse.Namespace, environ: Mapping[str, str]) -> ServeConfig:
-    """Raises OptionError naming the setting, its value and what is allowed."""
-    values = options.resolve(SERVE_OPTIONS, flags, environ, ENV_PREFIX)
+def resolve(
+    flags: argparse.Namespace,
+    environ: Mapping[str, str],
+    config_dir: Path = settings.DEFAULT_DIR,
+) -> dict[str, Setting]:
+    """Every setting and where it comes from. Raises OptionError."""
+    return settings.resolve(SERVE_OPTIONS, flags, environ, ENV_PREFIX, config_dir / DEFAULT_FILE)
+
+
+def serve_config(found: Mapping[str, Setting]) -> ServeConfig:
+    """The settings of `serve`. Raises OptionError for what does not go together."""
+    config = worker_side(found)
+    errors = []
+    host, listen, port = found["host"], found["listen"], found["port"]
+    if not config.insecure and not _is_loopback(config.host):
+        errors.append(
+            f"{host.where}: {config.host!r} can be reached by others and there is no TLS: "
+            "a loopback address, or --insecure"
+        )
+    if config.listen and not port.is_default:
+        errors.append(f"{listen.where}: excludes {port.where}: a Unix socket has no port")
+    if not config.external_workers:
+        for name in unused_overrides(config):
+            errors.append(f"{found[name].where}: no worker has this role: {_roles(config)}")
+    if errors:
+        raise OptionError(*errors)
+    return config
+
+
+def _roles(config: ServeConfig) -> str:
+    return "workers = " + ",".join(f"{role}={count}" for role, count in config.workers)
+
+
+def unused_overrides(config: ServeConfig) -> list[str]:
+    """Fields of tables for roles that no worker of `serve` has."""
+    idle = [role for role in ROLES if role not in dict(config.workers)]
+    return [
+        role_option_name(role, name) for role in idle for name in config.overrides.get(role, {})
+    ]
+
+
+def worker_side(found: Mapping[str, Setting]) -> ServeConfig:
+    """The settings for a worker that is started on its own. Raises OptionError."""
+    overrides: dict[str, dict[str, Any]] = {}
+    for role in ROLES:
+        for name in (option.replace("-", "_") for option in ROLE_OVERRIDES):
+            setting = found[role_option_name(role, name)]
+            if setting.value is not None:
+                overrides.setdefault(role, {})[name] = setting.value
+    values = {name: setting.value for name, setting in found.items() if "." not in name}
     if values["model"] is None:
         raise OptionError("--model: a model directory is required")
     values["model"] = values["model"].resolve()
     values["model_name"] = values["model_name"] or values["model"].name
-    if not values["insecure"] and not _is_loopback(values["host"]):
-        raise OptionError(
-            f"--host: {values['host']!r} can be reached by others and there is no TLS: "
-            "a loopback address, or --insecure"
-        )
-    return ServeConfig(**values)
+    if values["listen"] and values["worker_socket"] is None:
+        values["worker_socket"] = _beside(found["listen"])
+    return ServeConfig(**values, overrides=overrides)
+
+
+def _beside(listen: Setting) -> Path:
+    """Where workers dial in when the front listens on a Unix socket."""
+    path = Path(listen.value.removeprefix("unix:") + ".workers")
+    try:
+        options.check_socket_path(path)
+    except OptionError as exc:
+        raise OptionError(f"{listen.where}: {exc}; name another with --worker-socket") from None
+    return path
+
+
+def load_serve(
+    flags: argparse.Namespace,
+    environ: Mapping[str, str],
+    config_dir: Path = settings.DEFAULT_DIR,
+) -> ServeConfig:
+    """Settings of `serve` from all sources. Raises OptionError naming every fault."""
+    return serve_config(resolve(flags, environ, config_dir))
 
 
 @dataclass(frozen=True)
@@ -141,6 +167,7 @@ class WorkerConfig:
     private_pool_bytes: int
     block_size: int
     prefill_chunk: int
+    max_num_seqs: int
     max_context: int | None
 
     def to_json(self) -> str:

@@ -292,7 +292,7 @@ class Router:
                 request.output_ids.extend(message.token_ids)
                 self._end_gap(request)
                 self._clear(request, request.worker)
-            case Progress() if message.num_computed:
+            case Progress():
                 self._release(request)  # this worker has its own lease, or needs none
             case Finished(reason="prefilled"):
                 self._hand_over(request, request.worker, message)

@@ -230,8 +230,6 @@ class Worker:
     def _look_up(self, sequence: Sequence, state: _Running) -> None:
         """Lease what is sealed already; the rest is computed from there."""
         submit, clock = sequence.submit, state.clock
-        # Said before anything is done for it, so that a crash that it causes is laid to it.
-        self._tell_progress(sequence, 0)
         clock.admitted = clock.admitted or time.monotonic()
         state.is_looked_up = True
         before, state.prefix = state.prefix, None

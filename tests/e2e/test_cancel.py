@@ -32,8 +32,9 @@ for event in EngineClient(sys.argv[1]).generate(list(range(3, 40)), max_tokens=3
 
 @pytest.fixture(scope="module")
 def engine(shared_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
-    """An engine whose prefill takes long enough to be met."""
-    with Engine(m_rand_dir, shared_daemon.socket, extra=["--prefill-chunk", "16"]) as running:
+    """An engine whose prefill takes long enough to be met, and whose queue one request fills."""
+    extra = ["--prefill-chunk", "16", "--max-num-seqs", "1"]
+    with Engine(m_rand_dir, shared_daemon.socket, extra=extra) as running:
         yield running
 
 

@@ -12,11 +12,14 @@ from cachewarmd.options import OptionError
 from engine import config
 from engine.config import ServeConfig, WorkerConfig
 
+NO_FILES = Path("/nonexistent")
+
 
 def load(*flags: str, **environ: str) -> ServeConfig:
     parser = argparse.ArgumentParser()
     options.add_to_parser(parser, config.SERVE_OPTIONS, config.ENV_PREFIX)
-    return config.load_serve(parser.parse_args(["--model", "/models/m", *flags]), environ)
+    chosen = parser.parse_args(["--model", "/models/m", *flags])
+    return config.load_serve(chosen, environ, NO_FILES)
 
 
 def refusal(*flags: str, **environ: str) -> str:
@@ -71,6 +74,23 @@ def test_an_unknown_variable_of_ours_is_refused() -> None:
         ("worker-cpus", "3-1", "0-3,6"),
         ("worker-cpus", "a-b", "0-3,6"),
         ("worker-cpus", "0,-1", "0-3,6"),
+        ("worker-cpus", "0-99999999999", "0-3,6"),
+        ("pool-bytes", "9" * 60, "MiB"),
+        ("pool-bytes", "9" * 60 + ".5T", "MiB"),
+        ("drain-timeout", "9" * 60, "seconds"),
+        ("watchdog", "0", "above 0"),
+        ("http-port", "on", "0 to 65535, or off"),
+        ("listen", "/run/e.sock", "unix:"),
+        ("listen", "unix:e.sock", "absolute"),
+        ("listen", "unix:", "absolute path"),
+        ("cachewarmd", "aut", "auto, off, or a path"),
+        ("worker-socket", "", "a path"),
+        ("workers", "unified", "unified=N"),
+        ("workers", "unified=0", "unified=N"),
+        ("workers", "unified=1,unified=2", "unified=N"),
+        ("workers", "prefill=1", "prefill=N,decode=M"),
+        ("workers", "unified=1,decode=1", "prefill=N,decode=M"),
+        ("workers", "prefill=32,decode=33", "64 workers at most"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_source_and_what_is_allowed(
@@ -97,6 +117,12 @@ def test_a_bad_value_is_refused_with_its_source_and_what_is_allowed(
         ("worker-cpus", "3", (3,)),
         ("insecure", "yes", True),
         ("block-size", "256", 256),
+        ("http-port", "off", None),
+        ("http-port", "0", 0),
+        ("workers", "unified=2", (("unified", 2),)),
+        ("workers", "prefill=1,decode=3", (("prefill", 1), ("decode", 3))),
+        ("listen", "unix:/run//e.sock", "unix:/run/e.sock"),
+        ("pool-bytes", "9007199254740993", 9007199254740993),
     ],
 )
 def test_a_good_value_is_read(flag: str, value: str, expected: object) -> None:
@@ -130,12 +156,45 @@ def test_a_name_that_only_looks_like_loopback_needs_consent(host: str) -> None:
     assert "--insecure" in refusal("--host", host)
 
 
+def test_a_unix_socket_and_a_port_exclude_one_another() -> None:
+    """Only when both are given: the port's default is no wish."""
+    assert load("--listen", "unix:/run/e.sock").port == 50051
+    text = refusal("--listen", "unix:/run/e.sock", CACHEWARM_ENGINE_PORT="50051")
+    assert text.startswith("--listen: excludes CACHEWARM_ENGINE_PORT")
+
+
+def test_workers_dial_in_beside_the_unix_socket() -> None:
+    """Unless a place is named; a path that leaves no room for it needs one."""
+    assert load("--listen", "unix:/run/e.sock").worker_socket == Path("/run/e.sock.workers")
+    chosen = load("--listen", "unix:/run/e.sock", "--worker-socket", "/run/w")
+    assert chosen.worker_socket == Path("/run/w")
+    assert load().worker_socket is None
+    long = "unix:/" + 100 * "s"
+    assert "--worker-socket" in refusal("--listen", long)
+    assert load("--listen", long, "--worker-socket", "/run/w").listen == long
+
+
+@pytest.mark.parametrize("name", ["listen", "cachewarmd", "worker-socket"])
+def test_a_socket_path_that_is_too_long_is_refused(name: str) -> None:
+    """The kernel's limit is named, with the option."""
+    path = "/" + 107 * "s"
+    text = refusal(f"--{name}", f"unix:{path}" if name == "listen" else path)
+    assert text.startswith(f"--{name}: socket path of 108 bytes: at most 107 are allowed")
+
+
+def test_all_faults_are_told_at_once() -> None:
+    """Nobody wants to start it once for each."""
+    with pytest.raises(OptionError) as caught:
+        load("--port", "x", "--block-size", "9", CACHEWARM_ENGINE_PROT="1")
+    assert len(caught.value.errors) == 3
+
+
 def test_a_model_is_required() -> None:
     """The one setting without a default."""
     parser = argparse.ArgumentParser()
     options.add_to_parser(parser, config.SERVE_OPTIONS, config.ENV_PREFIX)
     with pytest.raises(OptionError, match="--model: a model directory is required"):
-        config.load_serve(parser.parse_args([]), {})
+        config.load_serve(parser.parse_args([]), {}, NO_FILES)
 
 
 def test_the_daemons_socket_follows_the_setting() -> None:
@@ -163,6 +222,7 @@ def test_a_workers_config_survives_its_journey() -> None:
         private_pool_bytes=1 << 40,
         block_size=32,
         prefill_chunk=128,
+        max_num_seqs=64,
         max_context=None,
     )
     assert WorkerConfig.from_json(made.to_json()) == made

@@ -1,0 +1,60 @@
+"""What one worker needs, from the settings of its engine and the model's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import psutil
+
+from engine.config import ServeConfig, WorkerConfig
+from engine.models.config import ModelConfig
+
+_KV_ELEMENT_BYTES = 4  # float32
+_MEMORY_SHARE = 8  # a private pool that nobody sized takes one part in so many
+
+
+def private_block_bytes(config: ServeConfig, model: ModelConfig) -> int:
+    """Bytes of one private KV block."""
+    return _KV_ELEMENT_BYTES * model.kv_elements_per_token * config.block_size
+
+
+def default_pool_bytes(config: ServeConfig, model: ModelConfig, available_bytes: int) -> int:
+    """Size of a private pool that nobody sized, a whole number of blocks.
+
+    Two requests of the longest context with a copied short tail each, and a block for each of the
+    requests computed at once. Memory may be too small for that: one request of the longest context
+    always fits, more only within an eighth of what is available.
+    """
+    block_bytes = private_block_bytes(config, model)
+    one_request = -(-model.max_context // config.block_size) + 1
+    affordable = available_bytes // _MEMORY_SHARE // block_bytes
+    wanted = max(2 * one_request, config.max_num_seqs)
+    return block_bytes * min(wanted, max(affordable, one_request))
+
+
+def worker_config(
+    config: ServeConfig,
+    model: ModelConfig,
+    role: str,
+    environ: Mapping[str, str],
+) -> WorkerConfig:
+    """Settings of a worker of this role; `model` gives the size of its private pool."""
+    config = config.for_role(role)
+    pool_bytes = config.private_pool_bytes
+    if pool_bytes is None:
+        pool_bytes = default_pool_bytes(config, model, psutil.virtual_memory().available)
+    return WorkerConfig(
+        role=role,
+        backend=config.backend,
+        log_level=config.log_level,
+        model=config.model,
+        model_name=config.model_name,
+        model_version=config.model_version,
+        cachewarmd=config.daemon_socket(environ),
+        cpus=config.worker_cpus,
+        private_pool_bytes=pool_bytes,
+        block_size=config.block_size,
+        prefill_chunk=config.prefill_chunk,
+        max_num_seqs=config.max_num_seqs,
+        max_context=config.max_context,
+    )
