@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from cachewarmd import log, options, settings
-from engine import __version__, config
+from engine import __version__, config, generate
 from engine.option_table import ROLES, SERVE_OPTIONS, WORKER_OPTIONS
 
 PROGRAM = "cachewarm-engine"
@@ -100,34 +98,7 @@ def _unix_path(front: str) -> Path:
 
 
 def _generate(flags: argparse.Namespace) -> int:
-    from engine.client import Accepted, CallError, Done, EngineClient, Text
-
-    prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
-    with EngineClient(flags.target) as client:
-        try:
-            for event in client.generate(
-                prompt,
-                max_tokens=flags.max_tokens,
-                temperature=flags.temperature,
-                top_p=flags.top_p,
-                top_k=flags.top_k,
-                min_p=flags.min_p,
-                seed=flags.seed,
-                ignore_eos=flags.ignore_eos,
-                timeout=flags.timeout,
-            ):
-                if flags.json:
-                    kind = {Accepted: "accepted", Text: "output", Done: "finished"}[type(event)]
-                    print(json.dumps({"event": kind, **asdict(event)}), flush=True)
-                elif isinstance(event, Text):
-                    print(event.text, end="", flush=True)
-        except CallError as exc:
-            options.die(PROGRAM, str(exc), 1)
-        except BrokenPipeError:
-            return 1  # whoever read our output has left
-    if not flags.json:
-        print()
-    return 0
+    return generate.run(flags, PROGRAM)
 
 
 def _demo_model(flags: argparse.Namespace) -> int:
@@ -176,19 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     options.add_to_parser(worker, WORKER_OPTIONS, config.ENV_PREFIX)
     worker.set_defaults(run=_worker)
 
-    generate = verbs.add_parser("generate", help="stream a completion to stdout")
-    generate.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT|unix:PATH")
-    generate.add_argument("--max-tokens", type=int)
-    generate.add_argument("--temperature", type=float)
-    generate.add_argument("--top-p", type=float)
-    generate.add_argument("--top-k", type=int)
-    generate.add_argument("--min-p", type=float)
-    generate.add_argument("--seed", type=int)
-    generate.add_argument("--ignore-eos", action="store_true")
-    generate.add_argument("--timeout", type=float, metavar="SECONDS")
-    generate.add_argument("--json", action="store_true", help="one JSON object per event")
-    generate.add_argument("prompt", metavar="PROMPT", help="- reads it from stdin")
-    generate.set_defaults(run=_generate)
+    talk = verbs.add_parser("generate", help="stream a completion to stdout")
+    generate.add_arguments(talk)
+    talk.set_defaults(run=_generate)
 
     demo = verbs.add_parser("demo-model", help="write the demo model; prints its directory")
     demo.add_argument("--dest", type=Path, metavar="DIR")
