@@ -104,19 +104,10 @@ class EngineService(EngineServiceServicer):
             arrived_at=arrived_at,
             bypasses_cache=request.cache.bypass_prefix_cache,
         )
-        texts = [
-            OutputText(
-                self._tokenizer,
-                sample.submit.prompt_ids,
-                stop=request.stopping.stop,
-                min_tokens=request.stopping.min_tokens,
-            )
-            for sample in samples
-        ]
-        generation = Generation(samples, texts, request.response.return_token_ids)
         with clock, self._owned(samples, context):
             yield self._accepted(samples)
             try:
+                generation = self._generation(samples, request)
                 while not generation.is_done:
                     for sample in generation.samples_to_stop:
                         self._router.stop_sample(sample)
@@ -126,6 +117,18 @@ class EngineService(EngineServiceServicer):
             except errors.EngineError as error:
                 clock.finished("error")
                 await end_with(context, error)
+
+    def _generation(self, samples: list[ActiveRequest], request: pb.GenerateRequest) -> Generation:
+        texts = [
+            OutputText(
+                self._tokenizer,
+                sample.submit.prompt_ids,
+                stop=request.stopping.stop,
+                min_tokens=request.stopping.min_tokens,
+            )
+            for sample in samples
+        ]
+        return Generation(samples, texts, request.response.return_token_ids)
 
     @staticmethod
     def _messages(
