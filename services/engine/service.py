@@ -114,9 +114,9 @@ class EngineService(EngineServiceServicer):
                     event = await samples[0].events.get()
                     for message in self._messages(event, generation, clock):
                         yield message
-            except errors.EngineError as error:
+            except Exception as exc:  # the boundary: everything ends with a status
                 clock.finished("error")
-                await end_with(context, error)
+                await end_with(context, exc)
 
     def _generation(self, samples: list[ActiveRequest], request: pb.GenerateRequest) -> Generation:
         texts = [
