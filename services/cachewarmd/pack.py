@@ -6,6 +6,8 @@ Packing knowledge stays with the engine (it writes the plan); the daemon has onl
     CAST   element by element to F32, row-major; from F32, BF16 or F16
 
 Both work on any run of whole elements, so a tensor is packed chunk by chunk while it is hashed.
+
+Two tensors with one place are *tied*: the files have one of them, or both with equal values.
 """
 
 from __future__ import annotations
@@ -28,19 +30,35 @@ MAX_SEGMENT_BYTES = 1 << 44
 class Placed:
     """A tensor of the file with its place in the segment."""
 
+    name: str
     source_dtype: str
     op: pb.PackOp
     offset: int
+    twin: str = ""  # tied to this one, and read before
 
     def write(self, start: int, chunk: memoryview, target: npt.NDArray[np.uint8]) -> None:
-        """Pack the bytes that stand `start` bytes into the tensor."""
-        if self.op == pb.PACK_OP_COPY or self.source_dtype == "F32":
-            place = self.offset + start
-            target[place : place + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        """Pack the bytes that stand `start` bytes into the tensor.
+
+        A tensor whose twin stands there already is compared instead. Raises ModelFilesError when
+        they differ.
+        """
+        widening = 1 if self.op == pb.PACK_OP_COPY or self.source_dtype == "F32" else 2
+        begin = self.offset + widening * start
+        place = target[begin : begin + widening * len(chunk)]
+        if not self.twin:
+            self._pack(chunk, place)
             return
-        place = self.offset + 2 * start
-        result = target[place : place + 2 * len(chunk)]
-        if self.source_dtype == "BF16":
+        packed = np.empty_like(place)
+        self._pack(chunk, packed)
+        if not np.array_equal(packed, place):
+            raise ModelFilesError(
+                f"tensors {self.twin} and {self.name} differ, but the model's config ties them"
+            )
+
+    def _pack(self, chunk: memoryview, result: npt.NDArray[np.uint8]) -> None:
+        if len(result) == len(chunk):
+            result[:] = np.frombuffer(chunk, np.uint8)
+        elif self.source_dtype == "BF16":
             # bfloat16 is the upper half of a float32.
             words = np.frombuffer(chunk, "<u2")
             np.left_shift(words, np.uint32(16), out=result.view("<u4"), dtype=np.uint32)
@@ -49,34 +67,77 @@ class Placed:
 
 
 def check_plan(plan: pb.PackPlan, tensors: Mapping[str, Tensor]) -> dict[str, Placed]:
-    """Match plan and files before anything is allocated.
+    """Match plan and files before anything is allocated; `tensors` are in reading order.
 
     Raises InvalidRequestError for a plan that can't be, ModelFilesError for files that don't have
-    what it asks for (both name the tensor).
+    what it asks for or have more of it than it asks for (all name the tensor).
     """
+    _check_layout(plan)
+    items = {item.name: item for item in plan.tensors}
+    _check_modules(items, tensors)
+    placed: dict[str, Placed] = {}
+    first_at: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        if (item := items.get(name)) is None:
+            continue
+        _check_tensor(item, tensor)
+        first = first_at.setdefault(_place(item), name)
+        twin = "" if first == name else first
+        placed[name] = Placed(name, tensor.dtype, item.op, item.offset, twin)
+    for item in plan.tensors:
+        if _place(item) not in first_at:
+            raise ModelFilesError(f"tensor {item.name} is missing in the weight files")
+    return placed
+
+
+def _place(item: pb.PackTensor) -> object:
+    """Equal for tied tensors only: what is empty takes no place and has no twin."""
+    return (item.offset, item.num_bytes) if item.num_bytes else item.name
+
+
+def _check_layout(plan: pb.PackPlan) -> None:
     if not 0 < plan.segment_bytes <= MAX_SEGMENT_BYTES:
         raise InvalidRequestError(f"segment_bytes: 1 to {MAX_SEGMENT_BYTES} are allowed")
-    placed: dict[str, Placed] = {}
+    names: set[str] = set()
+    last = pb.PackTensor()
     end = 0
-    for item in sorted(plan.tensors, key=lambda item: item.offset):
-        tensor = tensors.get(item.name)
-        if item.name in placed:
+    for item in sorted(plan.tensors, key=lambda item: (item.offset, item.num_bytes)):
+        if item.name in names:
             raise InvalidRequestError(f"plan: {item.name}: is placed twice")
-        if tensor is None:
-            raise ModelFilesError(f"tensor {item.name} is missing in the weight files")
-        if tensor.shape != tuple(item.shape):
-            raise ModelFilesError(
-                f"tensor {item.name} has shape {list(tensor.shape)}, "
-                f"the model's config asks for {list(item.shape)}"
-            )
-        size = _packed_bytes(item, tensor)
-        if item.num_bytes != size or item.offset % ALIGNMENT or item.offset < end:
-            raise InvalidRequestError(f"plan: {item.name}: bad size, alignment or overlap")
-        end = item.offset + size
-        placed[item.name] = Placed(tensor.dtype, item.op, item.offset)
+        names.add(item.name)
+        if _place(item) == _place(last):
+            if (item.op, item.dtype, item.shape) != (last.op, last.dtype, last.shape):
+                raise InvalidRequestError(f"plan: {item.name}: is tied to another shape or op")
+        elif item.offset % ALIGNMENT or item.offset < end:
+            raise InvalidRequestError(f"plan: {item.name}: bad alignment or overlap")
+        end = item.offset + item.num_bytes
+        last = item
     if end > plan.segment_bytes:
         raise InvalidRequestError("plan: segment_bytes is too small for its tensors")
-    return placed
+
+
+def _check_modules(items: Mapping[str, pb.PackTensor], tensors: Mapping[str, Tensor]) -> None:
+    """A module's tensors are placed all or not at all.
+
+    A bias or a scale left out beside a weight that is used would be a wrong answer in silence.
+    Tensors of modules that the plan does not use, such as `rotary_emb.inv_freq`, do no harm.
+    """
+    modules = {name.rpartition(".")[0] for name in items} - {""}
+    for name in tensors:
+        if name not in items and name.rpartition(".")[0] in modules:
+            raise ModelFilesError(
+                f"tensor {name} is in the weight files, but the model's config has no use for it"
+            )
+
+
+def _check_tensor(item: pb.PackTensor, tensor: Tensor) -> None:
+    if tensor.shape != tuple(item.shape):
+        raise ModelFilesError(
+            f"tensor {item.name} has shape {list(tensor.shape)}, "
+            f"the model's config asks for {list(item.shape)}"
+        )
+    if item.num_bytes != _packed_bytes(item, tensor):
+        raise InvalidRequestError(f"plan: {item.name}: bad size")
 
 
 def _packed_bytes(item: pb.PackTensor, tensor: Tensor) -> int:

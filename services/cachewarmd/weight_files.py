@@ -1,5 +1,8 @@
 """A model directory's safetensors: which files count, their headers, their bytes in order.
 
+Without an index the single file counts, with all its tensors. With an index it counts itself, with
+the shards it names and in them the tensors that it says are there; other copies are only hashed.
+
 Nothing is mapped, everything is read with pread: a file truncated under us is an error, not a
 SIGBUS. Headers are checked before anything is allocated. Identity of a file is (name, dev, ino,
 size, mtime_ns, ctime_ns): a change of any is a new read; ctime can't be set back.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +26,9 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 100_000
 MAX_INDEX_BYTES = 64 << 20
 MAX_FILES = 4096
+MAX_NAME_LENGTH = 1000
 _MAX_DIMENSIONS = 16
+_SHOWN = 200  # characters of a file's own text in an error
 _CHUNK_BYTES = 8 << 20
 _DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -46,7 +51,10 @@ class Tensor:
 
 @dataclass
 class WeightFile:
-    """An open weight file, its identity and its tensors in file order."""
+    """An open file that counts, its identity and the tensors taken from it, in file order.
+
+    The index is one too, without tensors: it decides what is loaded, so it is hashed and watched.
+    """
 
     name: str
     fd: int
@@ -58,7 +66,7 @@ def _check_name(name: str) -> None:
     # Neither NUL nor a lone surrogate can reach the kernel: Python raises ValueError for both.
     is_plain = "/" not in name and "\0" not in name and name not in ("", ".", "..")
     if not is_plain or not name.isprintable():
-        raise ModelFilesError(f"{name!r} is not a file name of the model directory")
+        raise ModelFilesError(f"{name[:_SHOWN]!r} is not a file name of the model directory")
 
 
 def _open_below(dir_fd: int, name: str, follow: bool) -> int:
@@ -75,38 +83,54 @@ def _open_below(dir_fd: int, name: str, follow: bool) -> int:
     return fd
 
 
-def weight_file_names(dir_fd: int, follow: bool) -> list[str]:
-    """Names by the index file if there is one, else the single file; strays are not read."""
+def _open_index(dir_fd: int, follow: bool) -> tuple[WeightFile, dict[str, str]] | None:
+    """The open index with its map from tensor to shard; None when there is no index."""
     try:
         fd = _open_below(dir_fd, INDEX_NAME, follow)
     except ModelFilesError as exc:
         if isinstance(exc.__cause__, FileNotFoundError):
-            return [SINGLE_NAME]
+            return None
         raise
-    with os.fdopen(fd, "rb") as file:
-        raw = file.read(MAX_INDEX_BYTES + 1)
+    try:
+        info = os.fstat(fd)
+        return WeightFile(INDEX_NAME, fd, identity_of(INDEX_NAME, info), []), _parse_index(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _parse_index(fd: int) -> dict[str, str]:
+    raw = os.pread(fd, MAX_INDEX_BYTES + 1, 0)
     try:
         if len(raw) > MAX_INDEX_BYTES:
             raise ValueError(f"over {MAX_INDEX_BYTES} bytes")
-        names = sorted(set(json.loads(raw)["weight_map"].values()))
-        if not names or len(names) > MAX_FILES or not all(isinstance(n, str) for n in names):
+        weight_map = json.loads(raw, object_pairs_hook=_unique_names)["weight_map"]
+        shards = set(weight_map.values())
+        if not 0 < len(shards) <= MAX_FILES or not all(isinstance(n, str) for n in shards):
             raise ValueError(f"weight_map must name 1 to {MAX_FILES} files")
-        for name in names:
-            _check_name(name)
+        for shard in shards:
+            _check_name(shard)
+        if INDEX_NAME in shards:
+            raise ValueError("weight_map names the index itself")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ModelFilesError(f"{INDEX_NAME}: malformed: {exc}") from exc
-    return names
+    return weight_map
 
 
 def file_identities(dir_fd: int, follow: bool) -> list[FileIdentity] | None:
-    """Identities of the weight files now; None when one of them is missing."""
+    """Identities, by name, of the files that count now; None when one of them is missing."""
+    names = {SINGLE_NAME}
     found = []
-    for name in weight_file_names(dir_fd, follow):
+    if (index := _open_index(dir_fd, follow)) is not None:
+        os.close(index[0].fd)
+        found.append(index[0].identity)
+        names = set(index[1].values())
+    for name in names:
         try:
             found.append(identity_of(name, os.stat(name, dir_fd=dir_fd, follow_symlinks=follow)))
         except OSError:
             return None
-    return found
+    return sorted(found)
 
 
 def identity_of(name: str, info: os.stat_result) -> FileIdentity:
@@ -116,19 +140,36 @@ def identity_of(name: str, info: os.stat_result) -> FileIdentity:
 
 @contextmanager
 def open_weight_files(dir_fd: int, *, follow: bool) -> Iterator[list[WeightFile]]:
-    """All weight files of a directory, headers checked, closed at the end.
+    """All files that count, by name, headers checked, closed at the end.
 
     Raises ModelFilesError naming file and tensor.
     """
     files: list[WeightFile] = []
     try:
-        for name in weight_file_names(dir_fd, follow):
+        index = _open_index(dir_fd, follow)
+        if index is None:
+            files.append(_open_weight_file(dir_fd, SINGLE_NAME, follow))
+        else:
+            files.append(index[0])
             # No comprehension: on an error the files opened so far must be known, to be closed.
-            files.append(_open_weight_file(dir_fd, name, follow))
+            for name in set(index[1].values()):
+                files.append(_open_weight_file(dir_fd, name, follow))
+                _keep_indexed(files[-1], index[1])
+        files.sort(key=lambda file: file.name)
         yield files
     finally:
         for file in files:
             os.close(file.fd)
+
+
+def _keep_indexed(file: WeightFile, weight_map: Mapping[str, str]) -> None:
+    """Leave the shard only the tensors that the index maps to it; all of those must be there."""
+    file.tensors = [tensor for tensor in file.tensors if weight_map.get(tensor.name) == file.name]
+    wanted = {tensor for tensor, shard in weight_map.items() if shard == file.name}
+    for name in sorted(wanted - {tensor.name for tensor in file.tensors}):
+        raise ModelFilesError(
+            f"{file.name}: {name[:_SHOWN]}: is missing, though {INDEX_NAME} names this file for it"
+        )
 
 
 def _open_weight_file(dir_fd: int, name: str, follow: bool) -> WeightFile:
@@ -166,21 +207,26 @@ def _parse_header(name: str, fd: int, file_size: int) -> list[Tensor]:
         if tensor.start != end:
             raise ModelFilesError(f"{name}: {tensor.name}: hole or overlap before its data")
     if ends[-1] != file_size:
+        last = tensors[-1].name if tensors else "header"
         raise ModelFilesError(
-            f"{name}: tensors end at byte {ends[-1]}, the file at {file_size}: truncated or padded"
+            f"{name}: {last}: ends at byte {ends[-1]}, the file at {file_size}: truncated or padded"
         )
     return tensors
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("duplicate name")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"duplicate name {name[:_SHOWN]!r}")
+        result[name] = value
     return result
 
 
 def _parse_tensor(file: str, name: str, entry: Any, base: int) -> Tensor:
     try:
+        if len(name) > MAX_NAME_LENGTH:
+            raise ValueError(f"a name of {len(name)} characters, at most {MAX_NAME_LENGTH}")
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         size = _DTYPE_BYTES[dtype]
         for number in (*shape, start, end):
@@ -193,28 +239,26 @@ def _parse_tensor(file: str, name: str, entry: Any, base: int) -> Tensor:
         if end - start != size:
             raise ValueError(f"{end - start} bytes for shape {shape} of {dtype}")
     except (KeyError, TypeError, ValueError) as exc:
-        raise ModelFilesError(f"{file}: {name[:200]}: malformed: {exc}") from exc
+        reason = str(exc)[:_SHOWN]
+        raise ModelFilesError(f"{file}: {name[:_SHOWN]}: malformed: {reason}") from exc
     return Tensor(name, dtype, tuple(shape), base + start, base + end)
 
 
 def tensors_by_name(files: Sequence[WeightFile]) -> dict[str, Tensor]:
-    """All tensors of the files. Raises ModelFilesError for a name that stands in two."""
-    found: dict[str, Tensor] = {}
-    for file in files:
-        for tensor in file.tensors:
-            if found.setdefault(tensor.name, tensor) is not tensor:
-                raise ModelFilesError(f"{file.name}: {tensor.name}: is in another file too")
-    return found
+    """All tensors that count, in the order in which `chunks` reads them file after file.
+
+    A name stands in one file only: there is but one, or the index has chosen.
+    """
+    return {tensor.name: tensor for file in files for tensor in file.tensors}
 
 
 def chunks(file: WeightFile) -> Iterator[tuple[int, memoryview, Tensor | None]]:
-    """All bytes of the file in order; no chunk crosses a tensor's border."""
+    """All bytes of the file in order: (offset, bytes, tensor or None for what is only hashed).
+
+    No chunk crosses a tensor's border.
+    """
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    spans: list[tuple[int, int, Tensor | None]] = []
-    data_start = file.tensors[0].start if file.tensors else file.identity[3]
-    spans.append((0, data_start, None))
-    spans.extend((tensor.start, tensor.end, tensor) for tensor in file.tensors)
-    for start, end, tensor in spans:
+    for start, end, tensor in _spans(file):
         for offset in range(start, end, _CHUNK_BYTES):
             wanted = min(_CHUNK_BYTES, end - offset)
             view = buffer[:wanted]
@@ -225,3 +269,13 @@ def chunks(file: WeightFile) -> Iterator[tuple[int, memoryview, Tensor | None]]:
                     raise ModelFilesError(f"{file.name}: truncated while it was read")
                 filled += got
             yield offset, view, tensor
+
+
+def _spans(file: WeightFile) -> Iterator[tuple[int, int, Tensor | None]]:
+    """The tensors' byte ranges and what lies between them."""
+    position = 0
+    for tensor in file.tensors:
+        yield position, tensor.start, None
+        yield tensor.start, tensor.end, tensor
+        position = tensor.end
+    yield position, file.identity[3], None

@@ -79,7 +79,7 @@ def hash_files(
 def _read_all(
     files: list[WeightFile], placed: dict[str, pack.Placed], target: Any, progress: Progress
 ) -> bytes:
-    """SHA-256 of the file; of several files the SHA-256 of their digests in name order."""
+    """SHA-256 of the file; of several (an index is one) that of their digests in name order."""
     total = sum(file.identity[3] for file in files)
     done = 0
     digests = []

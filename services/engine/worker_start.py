@@ -69,7 +69,7 @@ def _make_stamp(model: ModelConfig, weights: AttachedWeights, executor: Executor
         config_sha256=model.digest(),
         compute_dtype="f32",
         weight_quantisation="none",
-        kv_layout=f"{executor.kv_layout};theta={model.rope_theta}",
+        kv_layout=f"{executor.kv_layout};{model.rope.label}",
         numerics=executor.numerics,
     )
 

@@ -7,18 +7,31 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cachewarmd.budget import RESERVE_BYTES
 from cachewarmd.client import Client, load_private
 from cachewarmd.errors import ModelFilesError, NoSpaceError, ProtocolError
 from cachewarmd.v1 import control_pb2 as pb
+from engine.models.config import load_config
+from engine.models.packing import reference_plan
 from tests.daemon import PATIENCE_S, Daemon, fake_cgroup, wait_until
+from tests.fixtures.models import write_m_rand
+from tests.fixtures.weight_files import (
+    MALFORMED,
+    add_old_copy,
+    entry,
+    write_file,
+    write_index,
+    write_safetensors,
+)
 
 MIB = 1 << 20
 # Loads that take a moment, so that something can happen meanwhile.
@@ -295,3 +308,106 @@ def test_attach_needs_exactly_one_descriptor(module_daemon: Daemon, model: Path)
         pytest.raises(ModelFilesError),
     ):
         client.call(envelope, PATIENCE_S, [file.fileno()])
+
+
+def test_h5_daemon_survives_every_malformed_file(daemon: Daemon, tmp_path: Path) -> None:
+    """Each is an error with file and reason, nothing is published, and what is right loads."""
+    good = write_model(tmp_path / "good", 1.0, 2.0)
+    with daemon.client(pb.ROLE_ENGINE) as client:
+        loaded = attach(client, good, plan_of(2))
+        for number, (case, malformed) in enumerate(MALFORMED.items()):
+            bad = tmp_path / str(number)
+            bad.mkdir()
+            (bad / "model.safetensors").write_bytes(malformed.content)
+            with pytest.raises(ModelFilesError, match=f"model.safetensors: .*{malformed.reason}"):
+                attach(client, bad, plan_of(2))
+            assert [model.model_name for model in daemon.status().models] == ["good"], case
+        assert attach(client, good, plan_of(2)) == (*loaded[:2], True)
+    assert daemon.is_running()
+    assert "Traceback" not in daemon.log()
+
+
+def test_h5_unusual_tensors_load(engine: Client, tmp_path: Path) -> None:
+    """Empty ones, scalars, unknown ones and a mix of dtypes are no reason to refuse a model."""
+    folder = tmp_path / "unusual"
+    folder.mkdir()
+    tensors = {
+        "layer.rotary_emb.inv_freq": np.ones(3),
+        "empty": np.zeros((0, 4), np.float32),
+        "scalar": np.array(2.5, np.float16),
+        "a": np.array([1.0, 1e5], np.float32),
+        "steps": np.array([7]),
+    }
+    write_safetensors(folder / "model.safetensors", {**tensors, "h": ("BF16", [1], b"\x80\x3f")})
+    plan = plan_of(2)
+    for name, shape, offset in (("scalar", [], 64), ("h", [1], 128), ("empty", [0, 4], 192)):
+        size = 4 * int(np.prod(shape))
+        plan.tensors.add(
+            name=name, op=pb.PACK_OP_CAST, dtype="F32", shape=shape, offset=offset, num_bytes=size
+        )
+    _, fd = attach_fd(engine, folder, plan)
+    found = np.frombuffer(os.pread(fd, 192, 0), "<f4")
+    os.close(fd)
+    assert found[[0, 1, 16, 32]].tolist() == [1.0, 1e5, 2.5, 1.0]
+
+
+def test_h3_index_decides_and_a_new_index_is_a_new_model(
+    module_daemon: Daemon, engine: Client, tmp_path: Path
+) -> None:
+    """Of two copies the index names one; when it names the other, that one is loaded."""
+    folder = tmp_path / "indexed"
+    folder.mkdir()
+    write_file(folder / "1", {"a": entry([2], 0, 8)}, struct.pack("<2f", 9, 9))
+    write_file(
+        folder / "2", {"a": entry([2], 0, 8), "b": entry([0], 8, 8)}, struct.pack("<2f", 1, 2)
+    )
+    (folder / "consolidated.safetensors").write_bytes(b"junk")
+    write_index(folder, {"a": "2", "b": "2"})
+    first = attach(engine, folder, plan_of(2))
+    assert first[1] == struct.pack("<2f", 1, 2)
+    assert attach(engine, folder, plan_of(2)) == (*first[:2], True)
+    write_index(folder, {"a": "1", "b": "2"})
+    second = attach(engine, folder, plan_of(2))
+    assert second[1:] == (struct.pack("<2f", 9, 9), False)
+    assert second[0] != first[0]
+    write_index(folder, {"a": "3", "b": "2"})
+    with pytest.raises(ModelFilesError, match="3: No such file"):
+        attach(engine, Path(shutil.copytree(folder, tmp_path / "copy")), plan_of(2))
+    assert attach(engine, folder, plan_of(2))[1] == second[1]
+    (told,) = [m for m in module_daemon.status().models if m.model_name == "indexed"]
+    assert not told.files_present
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_h1_tied_head_is_checked_by_the_daemon(shards: int, engine: Client, tmp_path: Path) -> None:
+    """Through the engine's own plan: equal loads, absent gives the same bytes, other is refused."""
+    tied = {"tie_word_embeddings": True}
+    folders = {
+        head: write_m_rand(tmp_path / head, head=head, config=tied, shards=shards)
+        for head in ("none", "embedding", "own")
+    }
+    plan = reference_plan(load_config(folders["none"]))
+    segments = []
+    for head in ("none", "embedding"):
+        _, fd = attach_fd(engine, folders[head], plan)
+        segments.append(os.pread(fd, plan.segment_bytes, 0))
+        os.close(fd)
+    assert segments[0] == segments[1]
+    with pytest.raises(ModelFilesError, match=r"embed_tokens.weight and lm_head.weight differ"):
+        attach(engine, folders["own"], plan)
+
+
+def test_h3_old_copies_in_real_shards_change_no_byte(engine: Client, tmp_path: Path) -> None:
+    """A model whose shards hold outdated tensors is packed like one without them."""
+    segments = []
+    for number in range(2):
+        folder = write_m_rand(tmp_path / str(number), shards=2)
+        if number:
+            add_old_copy(folder, "lm_head.weight", "model-00001-of-00002.safetensors")
+            add_old_copy(folder, "model.norm.weight", "model-00001-of-00002.safetensors")
+        plan = reference_plan(load_config(folder))
+        reply, fd = attach_fd(engine, folder, plan)
+        segments.append((os.pread(fd, plan.segment_bytes, 0), reply.weights_sha256))
+        os.close(fd)
+    assert segments[0][0] == segments[1][0]
+    assert segments[0][1] != segments[1][1]

@@ -25,9 +25,13 @@ from tests.fixtures.models import (
     to_bf16_bytes,
     token_bytes,
     write_m_chain,
+    write_m_draft,
+    write_m_long,
     write_m_rand,
     write_safetensors,
 )
+from tests.fixtures.oracle import leads
+from tests.fixtures.weight_files import add_old_copy
 
 PROMPTS = ["The cache keeps the keys", "What is 2+2?", "token " * 20, "é🙂"]
 STEPS = 24
@@ -111,10 +115,54 @@ def test_shards(tmp_path: Path, m_rand_dir: Path) -> None:
 def test_bf16_option(tmp_path: Path) -> None:
     """Stored as bfloat16 the weights are half the size and within its precision."""
     folder = write_m_rand(tmp_path / "bf16", dtype="BF16")
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     exact = load_weights(write_m_rand(tmp_path / "f32"))
     for name, array in load_weights(folder).items():
         assert np.allclose(array, exact[name], rtol=2**-8, atol=0)
+
+
+def test_leads_tell_the_greedy_answer_from_any_other(m_rand_dir: Path) -> None:
+    """They are the margins for the right tokens, and below zero for a wrong one."""
+    prompt = ids_of(m_rand_dir, PROMPTS[0])
+    ids, margins = greedy_numpy(m_rand_dir, prompt, 5)
+    assert np.allclose(leads(m_rand_dir, prompt, ids), margins, rtol=1e-6)
+    ids[2] += 1
+    found = leads(m_rand_dir, prompt, ids)
+    assert np.allclose(found[:2], margins[:2], rtol=1e-6)
+    assert found[2] < 0
+
+
+def test_oracle_follows_the_index(tmp_path: Path, m_rand_dir: Path) -> None:
+    """A copy that the index rules out is not what the oracle computes with."""
+    folder = write_m_rand(tmp_path / "sharded", shards=2)
+    add_old_copy(folder, "lm_head.weight", "model-00001-of-00002.safetensors")
+    add_old_copy(folder, "model.embed_tokens.weight", "model-00002-of-00002.safetensors")
+    right = load_weights(m_rand_dir)
+    assert all(np.array_equal(array, right[n]) for n, array in load_weights(folder).items())
+
+
+def test_newer_layout_has_other_files_and_the_same_weights(
+    tmp_path: Path, m_rand_dir: Path
+) -> None:
+    """The template is a file of its own, and what newer savers leave out is not there."""
+    folder = write_m_rand(tmp_path / "v5", layout="v5")
+    config, tokenizer = (
+        json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json")
+    )
+    assert not {"rope_theta", "rope_scaling", "torch_dtype"} & set(config)
+    assert not {"add_bos_token", "chat_template"} & set(tokenizer)
+    older = json.loads((m_rand_dir / "tokenizer_config.json").read_text())
+    assert (folder / "chat_template.jinja").read_text() == older["chat_template"]
+    weights = [(d / "model.safetensors").read_bytes() for d in (folder, m_rand_dir)]
+    assert weights[0] == weights[1]
+
+
+def test_long_model_and_drafts_are_the_same_each_time(tmp_path: Path) -> None:
+    """Writing them twice gives identical files."""
+    for write in (write_m_long, lambda dest: write_m_draft(dest, adversarial=True)):
+        one, two = (write(tmp_path / f"{write.__name__}-{number}") for number in (1, 2))
+        for path in one.iterdir():
+            assert path.read_bytes() == (two / path.name).read_bytes()
 
 
 def test_safetensors_round_trip(tmp_path: Path) -> None:

@@ -19,14 +19,12 @@ KVCache = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.
 
 
 class Decoder:
-    """Weights by their HF names, float32, used in place."""
+    """Weights by their HF names, float32, used in place; a tied head stands there too."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
         self._config = config
         self._weights = weights
-        self._head = weights[EMBEDDING if config.tie_embeddings else HEAD]
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-        self._inverse_frequencies = 1.0 / config.rope_theta ** (half / config.head_dim)
+        self._frequencies = torch.from_numpy(config.rope.frequencies(config.head_dim))
 
     def forward(self, token_ids: torch.Tensor, start: int, kv_cache: KVCache) -> torch.Tensor:
         """Run a chunk of T tokens at positions start…; their last hidden states [T, hidden]."""
@@ -38,14 +36,14 @@ class Decoder:
             normed = self._norm(hidden, prefix + "input_layernorm.weight")
             hidden = hidden + self._attention(layer, normed, start, rotary, kv_cache)
             normed = self._norm(hidden, prefix + "post_attention_layernorm.weight")
-            gate = F.silu(F.linear(normed, self._weights[prefix + "mlp.gate_proj.weight"]))
-            up = F.linear(normed, self._weights[prefix + "mlp.up_proj.weight"])
-            hidden = hidden + F.linear(gate * up, self._weights[prefix + "mlp.down_proj.weight"])
+            gate = F.silu(self._linear(normed, prefix + "mlp.gate_proj"))
+            up = self._linear(normed, prefix + "mlp.up_proj")
+            hidden = hidden + self._linear(gate * up, prefix + "mlp.down_proj")
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, hidden] as `forward` returns it -> […, vocab]."""
-        return F.linear(self._norm(hidden, FINAL_NORM), self._head)
+        return F.linear(self._norm(hidden, FINAL_NORM), self._weights[HEAD])
 
     def _attention(
         self,
@@ -60,7 +58,7 @@ class Decoder:
         num_tokens = normed.shape[0]
 
         def project(name: str, heads: int) -> torch.Tensor:
-            flat = F.linear(normed, self._weights[f"{prefix}{name}_proj.weight"])
+            flat = self._linear(normed, f"{prefix}{name}_proj")
             return flat.view(num_tokens, heads, config.head_dim).transpose(0, 1)
 
         query = _rotate(project("q", config.num_heads), rotary)
@@ -74,7 +72,12 @@ class Decoder:
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         mixed = weights.view(config.num_kv_heads, group * num_tokens, -1) @ values
         mixed = mixed.view(config.num_heads, num_tokens, config.head_dim).transpose(0, 1)
-        return F.linear(mixed.reshape(num_tokens, -1), self._weights[prefix + "o_proj.weight"])
+        return self._linear(mixed.reshape(num_tokens, -1), prefix + "o_proj")
+
+    def _linear(self, inputs: torch.Tensor, name: str) -> torch.Tensor:
+        # The pack plan has a bias exactly where the config asks for one.
+        weight, bias = self._weights[name + ".weight"], self._weights.get(name + ".bias")
+        return F.linear(inputs, weight, bias)
 
     def _norm(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
         scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self._config.rms_eps)
@@ -82,7 +85,7 @@ class Decoder:
 
     def _rotary(self, start: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(start, start + num_tokens, dtype=torch.float32)
-        angles = torch.outer(positions, self._inverse_frequencies)
+        angles = torch.outer(positions, self._frequencies)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 

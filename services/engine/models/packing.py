@@ -4,6 +4,7 @@
 +---------------------+------------------+----  float32, row-major, one tensor after the other
 | embed_tokens.weight | layers.0.…       | …
 +---------------------+------------------+----
+  lm_head.weight too, where it is tied
 """
 
 from __future__ import annotations
@@ -30,22 +31,35 @@ def _tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield EMBEDDING, (config.vocab_size, hidden)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
         yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "self_attn.q_proj.weight", (q_size, hidden)
-        yield prefix + "self_attn.k_proj.weight", (kv_size, hidden)
-        yield prefix + "self_attn.v_proj.weight", (kv_size, hidden)
-        yield prefix + "self_attn.o_proj.weight", (hidden, q_size)
+        yield from _linear(attention + "q_proj", q_size, hidden, config.attention_bias)
+        yield from _linear(attention + "k_proj", kv_size, hidden, config.attention_bias)
+        yield from _linear(attention + "v_proj", kv_size, hidden, config.attention_bias)
+        yield from _linear(attention + "o_proj", hidden, q_size, config.attention_bias)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
-        yield prefix + "mlp.gate_proj.weight", (ffn, hidden)
-        yield prefix + "mlp.up_proj.weight", (ffn, hidden)
-        yield prefix + "mlp.down_proj.weight", (hidden, ffn)
+        yield from _linear(mlp + "gate_proj", ffn, hidden, config.mlp_bias)
+        yield from _linear(mlp + "up_proj", ffn, hidden, config.mlp_bias)
+        yield from _linear(mlp + "down_proj", hidden, ffn, config.mlp_bias)
     yield FINAL_NORM, (hidden,)
     if not config.tie_embeddings:
         yield HEAD, (config.vocab_size, hidden)
 
 
+def _linear(
+    name: str, rows: int, columns: int, has_bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield name + ".weight", (rows, columns)
+    if has_bias:
+        yield name + ".bias", (rows,)
+
+
 def reference_plan(config: ModelConfig) -> pb.PackPlan:
-    """All tensors as float32. It follows from the config alone: no weight file is looked at."""
+    """All tensors as float32. It follows from the config alone: no weight file is looked at.
+
+    A tied head has the embedding's place. Whoever packs then takes what the files have of the two
+    and refuses two that differ.
+    """
     plan = pb.PackPlan(description="reference float32")
     offset = 0
     for name, shape in _tensors(config):
@@ -59,6 +73,9 @@ def reference_plan(config: ModelConfig) -> pb.PackPlan:
             num_bytes=num_bytes,
         )
         offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    if config.tie_embeddings:
+        plan.tensors.add().CopyFrom(plan.tensors[0])
+        plan.tensors[-1].name = HEAD
     plan.segment_bytes = offset
     return plan
 
