@@ -28,7 +28,10 @@ def _inactive_file_bytes(folder: Path) -> int:
 
 
 def _cgroup_free(root: Path) -> int | None:
-    """Room below the tightest memory.max from our cgroup up to `root`; None = unlimited."""
+    """Room below the tightest limit from our cgroup up to `root`; None = unlimited.
+
+    Above memory.high a cgroup is not killed but throttled to a crawl, which is no better.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -39,14 +42,15 @@ def _cgroup_free(root: Path) -> int | None:
     for folder in [path, *path.parents]:
         if folder != root and root not in folder.parents:
             break
-        try:
-            limit = (folder / "memory.max").read_text().strip()
-            used = int((folder / "memory.current").read_text())
-        except (OSError, ValueError):
-            continue
-        if limit != "max":
-            room = max(0, int(limit) - used + _inactive_file_bytes(folder))
-            free = room if free is None else min(free, room)
+        for name in ("memory.max", "memory.high"):
+            try:
+                limit = (folder / name).read_text().strip()
+                used = int((folder / "memory.current").read_text())
+            except (OSError, ValueError):
+                continue
+            if limit != "max":
+                room = max(0, int(limit) - used + _inactive_file_bytes(folder))
+                free = room if free is None else min(free, room)
     return free
 
 

@@ -20,6 +20,8 @@ _MAX_UNSENT_BYTES = 32 << 20
 
 
 _SO_PEERPIDFD = 77  # <asm-generic/socket.h>, Linux 6.5
+_SO_PEERGROUPS = 59  # Linux 4.13
+_MAX_GROUPS = 256  # what Python's getsockopt takes: 1024 bytes
 
 
 def _peer_pidfd(sock: socket.socket, pid: int) -> int:
@@ -56,7 +58,7 @@ class Connection:
         self._unsent_bytes = 0
         self.is_closed = False
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
-        self.pid, self.uid, _ = _PEERCRED.unpack(raw)
+        self.pid, self.uid, self._gid = _PEERCRED.unpack(raw)
         self._was_gone = False
         try:
             self._pidfd = _peer_pidfd(sock, self.pid)
@@ -66,6 +68,14 @@ class Connection:
             # pid 0 here.
             self._was_gone = exc.errno == errno.ESRCH
         self._loop.add_reader(sock.fileno(), self._readable)
+
+    def peer_groups(self) -> frozenset[int]:
+        """Group ids the peer had when it connected; only its first when it has more than 256."""
+        try:
+            raw = self._sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
+        except OSError:
+            return frozenset((self._gid,))
+        return frozenset((self._gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
 
     def is_open(self) -> bool:
         """Does the peer still hold its end? False as soon as it has closed it or died."""

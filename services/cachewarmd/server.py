@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from cachewarmd import protocol
+from cachewarmd import layout, notify, protocol
 from cachewarmd.calls import HANDLERS, Handler
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
@@ -27,6 +27,7 @@ from cachewarmd.errors import (
     ProtocolError,
     VersionMismatchError,
 )
+from cachewarmd.listener import Listening
 from cachewarmd.state import Client, State
 from cachewarmd.v1 import control_pb2 as pb
 
@@ -53,22 +54,28 @@ class Server:
     def __init__(self, config: Config, epoch: int) -> None:
         """Raises NoSpaceError, InvalidRequestError (pool size)."""
         self._state = State(config, epoch)
+        self._engine_gid: int | None = None
         self._next_client = 1
         self._background: set[asyncio.Task[Any]] = set()
 
     # -- life -----------------------------------------------------------------------------------
 
-    async def run(self, listener: socket.socket, ready: Callable[[], None]) -> None:
-        """Serve until `stop`; the listener stays the caller's."""
+    async def run(
+        self, listening: Listening, notifier: notify.Notifier, ready: Callable[[], None]
+    ) -> None:
+        """Serve until `stop`; `listening` stays the caller's."""
         loop = asyncio.get_running_loop()
+        listener, self._engine_gid = listening.sock, listening.engine_gid
         loop.add_reader(listener.fileno(), self._accept, listener)
         self._spawn(self._commit_pool())
         self._spawn(self._check_when_idle())
         if self._state.config.exit_when_unused is not None:
             self._spawn(self._exit_when_unused(self._state.config.exit_when_unused))
+        self._spawn(notify.keep_telling(notifier, self.status_line))
         ready()
         try:
             await self._state.stop.wait()
+            notifier.stopping()
         finally:
             loop.remove_reader(listener.fileno())
             tasks = list(self._background)
@@ -83,6 +90,15 @@ class Server:
     def stop(self) -> None:
         """Begin an orderly stop."""
         self._state.stop.set()
+
+    def status_line(self) -> str:
+        """What `systemctl status` shows."""
+        state, mib = self._state, layout.EXTENT_BYTES >> 20
+        engines = sum(client.role == pb.ROLE_ENGINE for client in state.clients)
+        return (
+            f"epoch {state.epoch}, pool {len(state.pool.extents) * mib} of "
+            f"{state.pool.num_extents * mib} MiB, clients {len(state.clients)}, engines {engines}"
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -147,13 +163,17 @@ class Server:
         client = Client(self._next_client, connection, self._state.counters)
         self._next_client += 1
         self._state.clients.add(client)
-        if connection.uid not in (os.getuid(), 0):
+        if not self._is_owner(client) and self._engine_gid not in connection.peer_groups():
             client.end_with(0, NotPermittedError(f"uid {connection.uid} may not connect"))
         elif len(self._state.clients) > MAX_CONNECTIONS:
             client.end_with(0, LimitError(f"{MAX_CONNECTIONS} connections are open"))
         else:
             loop = asyncio.get_running_loop()
             loop.call_later(_HELLO_TIMEOUT_S, self._end_if_silent, client)
+
+    def _is_owner(self, client: Client) -> bool:
+        """Others, let in by the socket's group, can't have the admin role."""
+        return client.connection.uid in (os.getuid(), 0)
 
     def _resume_accept(self, listener: socket.socket) -> None:
         if not self._state.stop.is_set():
@@ -197,6 +217,11 @@ class Server:
             verb in _ENGINE_VERBS and client.role != pb.ROLE_ENGINE
         ):
             raise NotPermittedError(f"{verb} is not for role {pb.Role.Name(client.role)}")
+        if verb == "hello" and envelope.hello.role == pb.ROLE_ADMIN and not self._is_owner(client):
+            raise NotPermittedError(
+                f"role {pb.Role.Name(pb.ROLE_ADMIN)} is not for uid {client.connection.uid}: "
+                f"only for 0 and {os.getuid()}"
+            )
         return handler
 
     def _on_end(self, client: Client) -> None:

@@ -35,6 +35,7 @@ def _serve(flags: argparse.Namespace) -> int:
     # Imported here: `--help`, `worker` and `demo-model` don't need a gRPC server.
     import uvloop
 
+    from cachewarmd.errors import CachewarmError
     from engine.errors import ModelError, StartError
     from engine.server import Front
     from engine.tokenizer import TokenizerError
@@ -44,7 +45,7 @@ def _serve(flags: argparse.Namespace) -> int:
 
     try:
         uvloop.run(run())
-    except (ModelError, StartError, TokenizerError) as exc:
+    except (CachewarmError, ModelError, StartError, TokenizerError) as exc:
         options.die(PROGRAM, str(exc), 1)
     return 0
 

@@ -58,6 +58,7 @@ _SERVER_OPTIONS = (
     ("grpc.max_concurrent_streams", 1024),
 )
 _GRACE_S = 1.0
+_START_EXTENSION_S = 60.0
 _MAX_PROMPT_CHARS_PER_TOKEN = 64  # of a rendered chat; more can't be within the context
 
 
@@ -197,6 +198,7 @@ class Front:
         running = asyncio.create_task(self._workers.run())
         stopping = asyncio.create_task(self._stop.wait())
         self._begin(keep_telling(self._notifier, self._status_line))
+        self._begin(self._ask_for_time())
         try:
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
             self._notifier.stopping()
@@ -208,6 +210,12 @@ class Front:
             self._workers.stop()
             await asyncio.wait({running, asyncio.create_task(self._shut_down(server))})
             running.result()
+
+    async def _ask_for_time(self) -> None:
+        """A start goes on: weights of hundreds of gigabytes take longer than any start timeout."""
+        while self._state.worker is None:
+            self._notifier.extend_timeout(_START_EXTENSION_S)
+            await asyncio.sleep(_START_EXTENSION_S / 3)
 
     def _begin_drain(self) -> None:
         if not self._state.is_draining:

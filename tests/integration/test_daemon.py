@@ -178,7 +178,7 @@ def test_g3_pool_larger_than_the_cgroup_allows_is_refused(short_dir: Path, tmp_p
 
 def test_bad_setting_is_named_with_its_value_and_what_is_allowed(short_dir: Path) -> None:
     """Exit 2 for flags."""
-    with pytest.raises(StartFailedError, match=r"--pool-bytes: '12 apples' is not a size") as flag:
+    with pytest.raises(StartFailedError, match=r"--pool-bytes: '12 apples' is not allowed") as flag:
         Daemon(short_dir / "s", "12 apples").start()
     assert flag.value.returncode == 2
     with pytest.raises(StartFailedError, match=r"pool-bytes 1048576 is not allowed: at least"):

@@ -26,6 +26,14 @@ def test_page_cache_that_can_go_is_room(tmp_path: Path) -> None:
     assert budget.available_bytes(tmp_path) == 60 * MIB
 
 
+def test_throttling_begins_where_memory_high_is(tmp_path: Path) -> None:
+    """The lower of both limits counts: nobody is killed above memory.high, but nothing moves."""
+    fake_cgroup(tmp_path, RESERVE_BYTES + 100 * MIB, used=30 * MIB)
+    for limit in list(tmp_path.rglob("memory.max")):
+        limit.with_name("memory.high").write_text(f"{RESERVE_BYTES + 50 * MIB}\n")
+    assert budget.available_bytes(tmp_path) == 20 * MIB
+
+
 def test_cgroup_without_limit_leaves_the_host(tmp_path: Path) -> None:
     """Neither files nor a limit: what the host has."""
     without = budget.available_bytes(tmp_path)
