@@ -5,10 +5,15 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import AddedToken, decoders
+
+from engine.tokenizer_config import TokenizerConfig, TokenizerError, read_tokenizer_config
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerError", "encode_plainly"]
 
 _REPLACEMENT = "\ufffd"
 # Emitted tokens that later ones are decoded after: decoders look back one token at most.
@@ -17,19 +22,21 @@ _CONTEXT_TOKENS = 32
 _MAX_HELD = 16
 
 
-class TokenizerError(Exception):
-    """A tokenizer cannot be loaded, or a text cannot be encoded; the message says which."""
-
-
 class Tokenizer:
-    """The tokenizer of a model directory, read from its ``tokenizer.json``."""
+    """The tokenizer of a model directory, read from its ``tokenizer.json``.
+
+    Ids are those of the tokenizers library on the whole text, with one rule of our own: a text gets
+    one BOS id in front. ``add_bos_token`` in tokenizer_config.json says whether; where it is silent
+    the post-processor in tokenizer.json does. None is added to a text that begins with one itself.
+    """
 
     def __init__(self, model_dir: Path) -> None:
-        """Load ``model_dir``/tokenizer.json.
+        """Load ``model_dir``/tokenizer.json and the two files beside it.
 
         Raises:
-            TokenizerError: the file is missing, unreadable or not a tokenizer.
+            TokenizerError: a file is missing, unreadable or not what it should be.
         """
+        config = read_tokenizer_config(model_dir)
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"there is no tokenizer file {path}")
@@ -42,6 +49,50 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bytes_by_id: dict[int, bytes] = {}
+        self._make_special(config.special_tokens.values())
+        self.special_tokens = config.special_tokens
+        self._set_frame(config)
+
+    def _make_special(self, texts: Iterable[str]) -> None:
+        """Tokens that the configuration names are special, as in transformers.
+
+        Only those in the vocabulary: any other would get an id that the model does not have.
+        """
+        added = {entry.content for entry in self._tokenizer.get_added_tokens_decoder().values()}
+        named = [t for t in texts if t not in added and self._tokenizer.token_to_id(t) is not None]
+        self._tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in named])
+
+    def _set_frame(self, config: TokenizerConfig) -> None:
+        """Find the ids that go before and after a text, and the BOS among them."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        # What the post-processor adds belongs to no sequence of the input.
+        inside = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+        first, last = (inside[0], inside[-1] + 1) if inside else (len(encoding), len(encoding))
+        prefix, suffix = encoding.ids[:first], encoding.ids[last:]
+        named = config.special_tokens.get("bos_token")
+        bos = None if named is None else self._tokenizer.token_to_id(named)
+        if named is None and prefix:
+            bos = prefix[-1]
+        if config.add_bos_token is False:
+            prefix = [token for token in prefix if token != bos]
+        elif config.add_bos_token and bos not in prefix:
+            if bos is None:
+                raise TokenizerError(
+                    f"{config.path}: add_bos_token is true, but bos_token is {named!r}, which is "
+                    "no token of the vocabulary"
+                )
+            prefix = [bos, *prefix]
+        self._prefix, self._suffix, self.bos_id = prefix, suffix, bos
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether a text gets a BOS in front when it does not begin with one."""
+        return self.bos_id is not None and self.bos_id in self._prefix
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, to be read only."""
+        return self._tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
@@ -58,8 +109,9 @@ class Tokenizer:
         """Token ids of ``text``.
 
         Special tokens written out in the text become their ids. ``add_special_tokens`` adds what
-        the tokenizer's post-processor puts around a text; pass False for a rendered chat template,
-        which has them already.
+        the tokenizer's post-processor puts around a text, and one BOS as the class says; pass False
+        for a rendered chat template, which has them already. A long text takes seconds: call this
+        in a thread then, it lets others run.
 
         Raises:
             TokenizerError: ``text`` holds a lone surrogate, which no UTF-8 text can.
@@ -68,12 +120,19 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(f"text is not valid Unicode: {error.reason}") from error
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return [int(token) for token in encoding.ids]
+        ids = encode_plainly(self._tokenizer, text)
+        if not add_special_tokens:
+            return ids
+        has_bos = self.adds_bos and ids[:1] == [self.bos_id]
+        prefix = [token for token in self._prefix if not has_bos or token != self.bos_id]
+        return [*prefix, *ids, *self._suffix]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids outside the vocabulary decode to nothing."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        if skip_special_tokens:
+            # Not by the library, which knows them by text and misses one that is normalized.
+            ids = [token for token in ids if token not in self.special_ids]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def token_to_id(self, token: str) -> int | None:
         """Id of the token spelt ``token`` in the vocabulary, or None."""
@@ -106,6 +165,17 @@ class Tokenizer:
             return {}
         ids = ((self.token_to_id(f"<0x{value:02X}>"), value) for value in range(256))
         return {token: value for token, value in ids if token is not None}
+
+
+def encode_plainly(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """The library's ids of a text, with nothing put around it.
+
+    As a batch of one: unlike ``encode`` that releases the interpreter lock. "fast" leaves out
+    offsets, which nobody here reads and which cost more than the ids.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -154,7 +224,9 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._special = tokenizer.special_ids
         self._impl: _Utf8Stream | _Window
-        context = self._visible(prompt_ids[-_CONTEXT_TOKENS:])
+        # A chat prompt may end with many special tokens; the text before them still counts.
+        context = list(islice(filter(self._is_visible, reversed(prompt_ids)), _CONTEXT_TOKENS))
+        context.reverse()
         if tokenizer.is_byte_level:
             self._impl = _Utf8Stream(tokenizer, context)
         else:
@@ -162,15 +234,14 @@ class IncrementalDetokenizer:
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """Text that became certain with ``token_ids``, possibly empty."""
-        return self._impl.feed(self._visible(token_ids))
+        return self._impl.feed(list(filter(self._is_visible, token_ids)))
 
     def flush(self) -> str:
         """The held rest, with U+FFFD for an unfinished character; call once, after the last id."""
         return self._impl.flush()
 
-    def _visible(self, ids: Iterable[int]) -> list[int]:
-        known = self._tokenizer.id_to_token
-        return [i for i in ids if i not in self._special and known(i) is not None]
+    def _is_visible(self, token: int) -> bool:
+        return token not in self._special and self._tokenizer.id_to_token(token) is not None
 
 
 class _Utf8Stream:

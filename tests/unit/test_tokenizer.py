@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.tokenizer import IncrementalDetokenizer, Tokenizer, TokenizerError
 from tests.fixtures.models import EOS, VOCAB, byte_token, write_tokenizer
+from tests.fixtures.tokenizers import T_ADD_TOKENS, write_t_add, write_t_bf, write_t_bl
 
 FAMILY = "👩‍👩‍👧"
 TEXTS = [
@@ -86,6 +89,24 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(folder)
 
 
+@pytest.fixture(scope="module")
+def t_bf(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte fallback, BOS in front."""
+    return Tokenizer(write_t_bf(tmp_path_factory.mktemp("t-bf")))
+
+
+@pytest.fixture(scope="module")
+def t_bl(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte-level, ids with gaps, BOS in front."""
+    return Tokenizer(write_t_bl(tmp_path_factory.mktemp("t-bl")))
+
+
+@pytest.fixture(scope="module")
+def t_add(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Added tokens of every flag."""
+    return Tokenizer(write_t_add(tmp_path_factory.mktemp("t-add")))
+
+
 def stream(
     tokenizer: Tokenizer, ids: list[int], cuts: list[int] | None = None, prompt: Sequence[int] = ()
 ) -> list[str]:
@@ -148,6 +169,7 @@ def test_post_processor_is_optional(tmp_path: Path) -> None:
         "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [0], "tokens": ["<|bos|>"]}},
     }
     path.write_text(json.dumps(data))
+    (tmp_path / "tokenizer_config.json").unlink()  # it has add_bos_token = false
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.encode("a") == [0, byte_token(ord("a"))]
     assert tokenizer.encode("a", add_special_tokens=False) == [byte_token(ord("a"))]
@@ -186,7 +208,164 @@ def test_lone_surrogate(byte_level: Tokenizer) -> None:
         byte_level.encode("a\ud800b")
 
 
+def configure(folder: Path, **keys: object) -> Tokenizer:
+    """The tokenizer of ``folder`` with keys of tokenizer_config.json set, or removed by None."""
+    path = folder / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), **keys}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("write", [write_t_bf, write_t_bl])
+def test_a7_one_bos_for_raw_text(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    """A text gets one BOS, also one that begins with it spelt out; further ones are the text's."""
+    tokenizer = Tokenizer(write(tmp_path))
+    bos = tokenizer.special_tokens["bos_token"]
+    assert tokenizer.encode("the fox").count(0) == 1
+    assert tokenizer.encode(f"{bos}the fox") == [0, *tokenizer.encode(f"{bos}the fox", False)[1:]]
+    assert tokenizer.encode(f"{bos}the fox").count(0) == 1
+    assert tokenizer.encode(f"{bos}{bos}the").count(0) == 2
+    assert tokenizer.encode("") == [0] == tokenizer.encode(bos)
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a7_add_bos_token(tmp_path: Path, as_object: bool) -> None:
+    """add_bos_token takes the post-processor's BOS away or adds the one it does not write."""
+    bos = {"content": "<s>", "lstrip": False} if as_object else "<s>"
+    with_bos = Tokenizer(write_t_bf(tmp_path / "with")).encode("the fox")
+    without = configure(tmp_path / "with", add_bos_token=False, bos_token=bos)
+    assert without.encode("the fox") == with_bos[1:]
+    assert without.encode("<s>the") == [0, *with_bos[1:2]]
+    assert not without.adds_bos
+
+    path = write_t_bf(tmp_path / "plain") / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
+    assert configure(tmp_path / "plain", bos_token=bos).encode("the fox") == with_bos[1:]
+    added = configure(tmp_path / "plain", add_bos_token=True)
+    assert added.encode("the fox") == with_bos
+    assert added.encode("<s>the fox").count(0) == 1
+    assert added.encode("the fox", add_special_tokens=False) == with_bos[1:]
+
+
+def test_special_tokens_map_names_the_bos(tmp_path: Path) -> None:
+    """Names in special_tokens_map.json count as those in tokenizer_config.json do."""
+    write_t_bf(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "</s>"}}')
+    assert Tokenizer(tmp_path).bos_id == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"add_bos_token": "yes"}, "add_bos_token is 'yes', allowed are true and false"),
+        ({"bos_token": 3}, "bos_token is 3, allowed are a string"),
+        ({"add_bos_token": True, "bos_token": "<gone>"}, "no token of the vocabulary"),
+    ],
+)
+def test_bad_tokenizer_config(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    """A value of the wrong kind is an error that names the key and what is allowed."""
+    write_t_bf(tmp_path)
+    with pytest.raises(TokenizerError, match=message):
+        configure(tmp_path, **keys)
+
+
+def test_unreadable_tokenizer_config(tmp_path: Path) -> None:
+    """A tokenizer_config.json that is no JSON object is an error that names the file."""
+    write_t_bf(tmp_path)
+    for content in ("{", "[]"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+            Tokenizer(tmp_path)
+
+
+def test_named_special_token_of_the_vocabulary_alone(tmp_path: Path) -> None:
+    """A token that only the configuration calls special is one id, as in transformers."""
+    path = write_t_bf(tmp_path) / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["added_tokens"] = []
+    path.write_text(json.dumps(data))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("the</s>")[-1] == 1
+    assert tokenizer.special_ids == {0, 1, 2}
+
+
+def test_a_normalized_special_token_decodes_to_nothing(t_add: Tokenizer) -> None:
+    """A special token whose normalised text differs from its own is skipped like any other."""
+    ids = t_add.encode("a<|WIDE|>b")
+    assert t_add.token_to_id("<|WIDE|>") in ids
+    assert t_add.decode(ids) == "ab"
+    assert t_add.decode(ids, skip_special_tokens=False) != "ab"
+
+
+def test_ids_with_gaps(t_bl: Tokenizer) -> None:
+    """Unused ids below the highest and ids beyond it decode to nothing; ignore_merges is kept."""
+    assert t_bl.id_to_token(300) is None
+    [bos, zebra] = t_bl.encode("zebra")
+    assert (bos, t_bl.decode([zebra, 300, 511, zebra])) == (0, "zebrazebra")
+    assert "".join(stream(t_bl, [zebra, 300, 511, zebra])) == "zebrazebra"
+
+
+ADDED_TEXT = st.lists(
+    st.sampled_from(
+        [
+            *T_ADD_TOKENS,
+            *("stop", "stopwatch", "<NORM>", "<exact>", "<|im_end|>", "<|wide|>", "sword", "Ë"),
+            *("a", " ", "  ", "\n", "the watch", "!", "<", "é", "🙂"),
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=ADDED_TEXT)
+def test_a12_ids_are_the_library_s(t_add: Tokenizer, text: str) -> None:
+    """Beside words, spaces and line breaks, added tokens of every flag give the library's ids."""
+    assert t_add.encode(text) == t_add_library().encode(text).ids
+
+
+@lru_cache
+def t_add_library() -> tokenizers.Tokenizer:
+    """The library's own tokenizer of T-add."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tokenizers.Tokenizer.from_file(str(write_t_add(Path(folder)) / "tokenizer.json"))
+
+
 # ----------------------------------------------------------------------- IncrementalDetokenizer
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a12_added_tokens_stream(t_add: Tokenizer, data: st.DataObject) -> None:
+    """With added tokens the pieces make what decode gives, over any cuts and after a prompt."""
+    token = st.integers(0, 410) | st.integers(400, 408)
+    ids = data.draw(st.lists(token, max_size=30))
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6))
+    assert "".join(stream(t_add, ids, cuts)) == t_add.decode(ids)
+    prompt = t_add.encode("the watch")
+    after = "".join(stream(t_add, ids, cuts, prompt))
+    assert t_add.decode(prompt) + after == t_add.decode(prompt + ids)
+
+
+@pytest.mark.parametrize("text", ["é", "語", "😀", FAMILY])
+def test_a1_one_byte_at_a_time(t_bf: Tokenizer, t_bl: Tokenizer, text: str) -> None:
+    """One byte a token, no piece has half a character and the pieces make decode's text."""
+    for tokenizer in (t_bf, t_bl):
+        prompt = tokenizer.encode("the fox")
+        ids = raw_bytes(text.encode())
+        pieces = stream(tokenizer, ids, prompt=prompt)
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) == text == tokenizer.decode(prompt + ids)[len("the fox") :]
+
+
+@pytest.mark.parametrize("output", ["▁fox", "▁▁ ▁fox", "▁▁ ▁▁", "in g ▁a", "lo ▁▁"])
+def test_a11_first_space(t_bf: Tokenizer, output: str) -> None:
+    """Output that begins with spaces, or inside a word, is decode of all less the prompt's."""
+    ids = [token for piece in output.split() if (token := t_bf.token_to_id(piece)) is not None]
+    assert len(ids) == len(output.split())
+    for prompt in ([], t_bf.encode("the quick"), [0], [*t_bf.encode("the"), *[2] * 40]):
+        text = "".join(stream(t_bf, ids, prompt=prompt))
+        assert text == t_bf.decode(prompt + ids)[len(t_bf.decode(prompt)) :]
 
 
 @pytest.mark.parametrize("text", TEXTS[:-1])
