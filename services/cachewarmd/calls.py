@@ -13,6 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from cachewarmd import __version__, layout, protocol, segment
+from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import (
     InvalidRequestError,
     LimitError,
@@ -21,7 +22,7 @@ from cachewarmd.errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from cachewarmd.kv import Block, NewBlock, Source
+from cachewarmd.kv import NewBlock, Source
 from cachewarmd.state import Client, State
 from cachewarmd.status import status_now
 from cachewarmd.v1 import control_pb2 as pb
@@ -101,6 +102,7 @@ async def _attach(state: State, client: Client, envelope: pb.Envelope, fds: list
         )
     finally:
         protocol.close_all(fds)
+    state.serve_weights(client, request.model_name or model.name, loaded.weights_sha256)
     reply = pb.AttachWeightsReply(
         weights_sha256=loaded.weights_sha256,
         version=model.shown_version,
@@ -133,15 +135,21 @@ def _register(state: State, client: Client, envelope: pb.Envelope, _: list[int])
 
 
 def _peek(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
-    num_blocks = state.kv.peek(envelope.peek.keys)
+    stamp = _stamp_of(client, envelope.peek.stamp_id)
+    num_blocks = state.kv.peek(stamp, envelope.peek.keys)
     client.reply(envelope.id, peek_reply=pb.PeekReply(num_blocks=num_blocks))
+
+
+def _stamp_of(client: Client, stamp_id: int) -> StampInfo:
+    stamp = client.stamps.get(stamp_id)
+    if stamp is None:
+        raise InvalidRequestError(f"stamp_id {stamp_id} was not registered")
+    return stamp
 
 
 def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
     request = envelope.lookup
-    stamp = client.stamps.get(request.stamp_id)
-    if stamp is None:
-        raise InvalidRequestError(f"stamp_id {request.stamp_id} was not registered")
+    stamp = _stamp_of(client, request.stamp_id)
     if len(request.keys) + len(request.tail_keys) > MAX_KEYS:
         raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
@@ -250,9 +258,10 @@ def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) ->
     digests = None
     if name:
         models = state.weights.find(name, None)
-        if not models:
-            raise NotFoundError(f"model {name!r} is not known")
         digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
+        digests |= state.weights.versions.of(name)
+        if not digests:
+            raise NotFoundError(f"model {name!r} is not known")
     num_blocks, num_bytes, kept = state.kv.evict(
         lambda stamp: digests is None or stamp.weights_sha256 in digests
     )

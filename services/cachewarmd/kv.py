@@ -1,64 +1,30 @@
-"""L2: sealed KV blocks, their chains, leases, and which may go.
+"""L2: sealed KV blocks, their chains, leases, and room for new ones.
 
 A block's life is FREE -> RESERVED -> SEALED -> FREE. Chains are prefix-closed: a block is sealed
 only on a sealed parent and evicted only when it has no children, so one lease on the last block of
 a chain keeps every ancestor. All calls run on the daemon's event loop; none of them waits.
+
+Slots of several sizes share the pool by extents. Each size that is in use is guaranteed one; beyond
+that an extent goes to another size when all in it is older than the next block of that size to go.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from cachewarmd import layout
+from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
+from cachewarmd.eviction import EvictionOrder, ExtentChoice
 from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES, BlockState
 from cachewarmd.pool import Extent, Pool
 
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE = "SHORT_READ", "PEER_GONE"
 MAX_STAMPS = 4096
-_HEAP_SLACK = 256
-
-
-@dataclass(frozen=True)
-class StampInfo:
-    """What a registered stamp's blocks look like."""
-
-    stamp_id: int
-    stamp: bytes
-    slot_bytes: int  # of the pool, rounded
-    block_bytes: int  # of content
-    block_size: int  # tokens
-    description: str
-    weights_sha256: bytes
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A sealed block. `last_used` is a tick; the eviction order compares nothing else."""
-
-    key: bytes
-    parent: Block | None
-    stamp: StampInfo
-    slot: int
-    generation: int
-    offset: int
-    num_tokens: int
-    num_children: int = 0
-    num_leases: int = 0
-    last_used: int = 0
-
-    @property
-    def is_evictable(self) -> bool:
-        return not self.num_children and not self.num_leases
-
-    @property
-    def is_short(self) -> bool:
-        return self.num_tokens < self.stamp.block_size
 
 
 @dataclass(frozen=True)
@@ -81,16 +47,21 @@ class Source:
 
 
 class BlockStore:
-    """Index, leases and eviction over a Pool."""
+    """Index, leases and eviction over a Pool.
 
-    def __init__(self, pool: Pool) -> None:
+    `sizes_in_use` tells the slot sizes of those who are connected; without it every size that was
+    ever registered counts as in use.
+    """
+
+    def __init__(self, pool: Pool, sizes_in_use: Callable[[], Set[int]] | None = None) -> None:
         self._pool = pool
         self._stamps: dict[bytes, StampInfo] = {}
+        self._superseded_weights: Set[bytes] = frozenset()
         self._index: dict[bytes, Block] = {}
         self._leases: dict[int, tuple[StampInfo, Block | None]] = {}
-        # One heap a slot size of (short first, tick): entries go stale, `_pop_victim` skips those.
-        self._evictable: dict[int, list[tuple[bool, int, int, Block]]] = {}
-        self._ticks = itertools.count(1)
+        self._order = EvictionOrder()
+        self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
+        self._tick = 0
         self._lease_ids = itertools.count(1)
         self.counters: Counter[str] = Counter()
 
@@ -115,7 +86,9 @@ class BlockStore:
                 len(self._stamps), stamp, slot_bytes, block_bytes, block_size, description, weights
             )
             self._stamps[stamp] = known
-            self._evictable.setdefault(slot_bytes, [])
+            self._order.add_size(slot_bytes)
+            if weights in self._superseded_weights:
+                self.supersede(self._superseded_weights)
         elif (known.block_bytes, known.block_size) != (block_bytes, block_size):
             raise InvalidRequestError(
                 f"stamp is known with slot_bytes {known.block_bytes}, got {block_bytes}"
@@ -126,26 +99,53 @@ class BlockStore:
     def stamps(self) -> list[StampInfo]:
         return list(self._stamps.values())
 
+    def supersede(self, weights: Set[bytes]) -> None:
+        """Blocks of exactly these weights are the first to be evicted from now on.
+
+        They still hit. Walks over all blocks, but only when something changes: new weights came.
+        """
+        self._superseded_weights = weights
+        ids = {info.stamp_id for info in self.stamps if info.weights_sha256 in weights}
+        changed = self._order.supersede(ids)
+        if changed:
+            for block in self._index.values():
+                if block.stamp.stamp_id in changed:
+                    self._order.offer(block)
+            self._choice.look_again()
+
+    def is_superseded(self, stamp: StampInfo) -> bool:
+        return self._order.is_superseded(stamp.stamp_id)
+
     # -- reading --------------------------------------------------------------------------------
 
-    def peek(self, keys: Iterable[bytes]) -> int:
+    def peek(self, stamp: StampInfo, keys: Iterable[bytes]) -> int:
         """How many leading keys are sealed; leases nothing, so only an estimate."""
-        return sum(1 for _ in itertools.takewhile(self._index.__contains__, keys))
+        return sum(1 for _ in itertools.takewhile(lambda key: self._find(stamp, key), keys))
+
+    def _find(self, stamp: StampInfo, key: bytes) -> Block | None:
+        """What may be leased under this key: nothing of another stamp, nothing that drains."""
+        block = self._index.get(key)
+        if block is None or block.stamp is not stamp or self._is_draining(block):
+            return None
+        return block
+
+    def _is_draining(self, block: Block) -> bool:
+        draining = self._pool.draining
+        return draining is not None and self._pool.extent_of(block.slot) is draining
 
     def lookup(
         self, stamp: StampInfo, keys: Sequence[bytes], tail_keys: Sequence[bytes]
     ) -> tuple[int, list[Block]]:
         """Longest sealed prefix, leased in the same step. A lease is given for a miss too."""
-        found = []
+        found: list[Block] = []
         for key in keys:
-            block = self._index.get(key)
-            if block is None or block.stamp is not stamp:
+            block = self._find(stamp, key)
+            if block is None:
                 break
             found.append(block)
         else:
-            tail = next((self._index[key] for key in tail_keys if key in self._index), None)
-            if tail is not None and tail.stamp is stamp:
-                found.append(tail)
+            tails = (self._find(stamp, key) for key in tail_keys)
+            found += itertools.islice(filter(None, tails), 1)
         lease = next(self._lease_ids)
         self._leases[lease] = (stamp, None)
         self._move_lease(lease, found[-1] if found else None)
@@ -164,13 +164,40 @@ class BlockStore:
             raise NotFoundError(f"lease {lease} is not known") from None
         # Claim the new one first: it may be the only thing that keeps an ancestor of both.
         if block is not None:
-            block.num_leases += 1
-            block.last_used = next(self._ticks)
+            self._hold(block)
+            self._touch(block)
         self._leases[lease] = (stamp, block)
         if before is not None:
-            before.num_leases -= 1
-            before.last_used = next(self._ticks)
-            self._offer(before)
+            self._touch(before)
+            self._let_go(before)
+
+    def _touch(self, block: Block) -> None:
+        self._tick += 1
+        block.last_used = self._tick
+        self._pool.extent_of(block.slot).last_used = self._tick
+
+    def _hold(self, block: Block) -> None:
+        """Keep a block and its ancestors. Costs a step for each that nothing kept before."""
+        node: Block | None = block
+        while node is not None:
+            node.num_holds += 1
+            if node.num_holds > 1:
+                return
+            self._pool.extent_of(node.slot).num_held += 1
+            node = node.parent
+
+    def _let_go(self, block: Block) -> None:
+        node: Block | None = block
+        while node is not None:
+            node.num_holds -= 1
+            if node.num_holds:
+                break
+            extent = self._pool.extent_of(node.slot)
+            extent.num_held -= 1
+            # What is released now was needed till now, whatever else happened in its extent.
+            extent.last_used = self._tick
+            node = node.parent
+        self._order.offer(block)
 
     # -- publishing -----------------------------------------------------------------------------
 
@@ -203,6 +230,8 @@ class BlockStore:
                 block = made
             elif block.stamp is not stamp or block.num_tokens != new.num_tokens:
                 return sealed, self._refuse(MISMATCH)
+            elif self._is_draining(block):
+                return sealed, self._refuse(NO_SPACE)
             sealed.append(block)
             # At once, so that making room for the next one cannot evict this one.
             self._move_lease(lease, block)
@@ -235,8 +264,9 @@ class BlockStore:
         offset = self._pool.offset_of(slot)
         block = Block(new.key, parent, stamp, slot, generation, offset, new.num_tokens)
         self._index[new.key] = block
+        self._pool.extent_of(slot).stamp_ids[stamp.stamp_id] += 1
         if parent is not None:
-            parent.num_children += 1
+            parent.children.add(block)
         self.counters["published"] += 1
         return block
 
@@ -244,143 +274,90 @@ class BlockStore:
         self.counters[f"refused_{reason.lower()}"] += 1
         return reason
 
-    # -- eviction -------------------------------------------------------------------------------
-
-    def _offer(self, block: Block) -> None:
-        if block.is_evictable:
-            heap = self._evictable[block.stamp.slot_bytes]
-            heapq.heappush(heap, (not block.is_short, block.last_used, block.slot, block))
-            if len(heap) > 2 * len(self._index) + _HEAP_SLACK:
-                # Without pressure nothing is popped, and every lease leaves a stale entry.
-                heap[:] = {id(e[3]): e for e in heap if self._is_current(e)}.values()
-                heapq.heapify(heap)
-
-    def _is_current(self, entry: tuple[bool, int, int, Block]) -> bool:
-        _, tick, _, block = entry
-        is_live = self._index.get(block.key) is block
-        return is_live and block.is_evictable and block.last_used == tick
+    # -- room -----------------------------------------------------------------------------------
 
     def _make_room(self, slot_bytes: int, keep: Block | None) -> int | None:
-        """A slot: free, else by evicting the oldest leaf of this size, else another size's extent.
+        """A slot of that size, None when nothing may go for it.
 
         `keep` is about to get a child and must not go.
         """
         if keep is not None:
-            keep.num_leases += 1
+            self._hold(keep)
         try:
             slot = self._pool.take_slot(slot_bytes)
-            if slot is None and self._evict_oldest(slot_bytes):
-                slot = self._pool.take_slot(slot_bytes)
-            if slot is None and self._evict_extent_for(slot_bytes):
+            while slot is None and self._free_something(slot_bytes):
                 slot = self._pool.take_slot(slot_bytes)
             return slot
         finally:
             if keep is not None:
-                keep.num_leases -= 1
-                self._offer(keep)
+                self._let_go(keep)
 
-    def _evict_oldest(self, slot_bytes: int) -> bool:
-        heap = self._evictable[slot_bytes]
-        while heap:
-            entry = heapq.heappop(heap)
-            if self._is_current(entry):
-                self._drop(entry[3], "pressure")
-                return True
-        return False
-
-    def _evict_extent_for(self, slot_bytes: int) -> bool:
-        """Empty an extent of another size, the one with the fewest leased chains.
-
-        Only for a size that has none: each registered size is guaranteed one extent, and no size
-        is robbed of its last.
-        """
-        in_use = Counter(extent.slot_bytes for extent in self._pool.extents)
-        if in_use[slot_bytes]:
-            return False
-        by_extent: dict[int, list[Block]] = {}
-        for block in self._index.values():
-            by_extent.setdefault(self._pool.extent_of(block.slot).number, []).append(block)
-        children: dict[Block, list[Block]] = {}
-        for block in self._index.values():
-            if block.parent is not None:
-                children.setdefault(block.parent, []).append(block)
-
-        def subtree(block: Block) -> list[Block]:
-            found, todo = [], [block]
-            while todo:
-                found.append(todo.pop())
-                todo.extend(children.get(found[-1], []))
-            return found
-
-        def cost(extent: Extent) -> tuple[int, int]:
-            blocks = by_extent.get(extent.number, [])
-            return sum(block.num_leases for block in blocks), len(blocks)
-
-        candidates = [e for e in self._pool.extents if e.slot_bytes and in_use[e.slot_bytes] > 1]
-        for extent in sorted(candidates, key=cost):
-            doomed = {b for block in by_extent[extent.number] for b in subtree(block)}
-            if any(block.num_leases for block in doomed):
-                continue
-            self._drop_all(doomed, "other_size")
+    def _free_something(self, slot_bytes: int) -> bool:
+        """An extent, or a block of this size; False when nothing may go."""
+        pool, choice = self._pool, self._choice
+        if choice.may_open(slot_bytes) and pool.open_extent(slot_bytes):
             return True
-        return False
+        if not pool.num_extents_of[slot_bytes]:
+            extent = choice.claimed(slot_bytes)
+            return extent is not None and self._empty(extent) and pool.open_extent(slot_bytes)
+        victim = self._order.first(slot_bytes)
+        extent = choice.older(slot_bytes, victim)
+        if extent is not None:
+            return self._empty(extent) and pool.open_extent(slot_bytes)
+        if victim is not None:
+            self._drop(victim, "pressure")
+        return victim is not None
+
+    def _empty(self, extent: Extent) -> bool:
+        """Drop what no lease keeps, with all that hangs on it; is the extent free now?"""
+        if extent.num_used > extent.num_held:
+            keys = (bytes(self._pool.records["key"][s]) for s in self._pool.sealed_slots(extent))
+            tops = [block for key in keys if not (block := self._index[key]).num_holds]
+            self._drop_all({block for top in tops for block in top.subtree()}, "other_size")
+        return not extent.slot_bytes
+
+    # -- eviction -------------------------------------------------------------------------------
 
     def evict(self, wanted: Callable[[StampInfo], bool]) -> tuple[int, int, int]:
         """Drop every block of the wanted stamps that no lease keeps: (blocks, bytes, kept)."""
-        chosen = [b for b in self._index.values() if wanted(b.stamp)]
-        kept: set[Block] = set()
-        for block in chosen:
-            node: Block | None = block if block.num_leases else None
-            while node is not None and node not in kept:
-                kept.add(node)
-                node = node.parent
-        doomed = {block for block in chosen if block not in kept}
+        chosen = [block for block in self._index.values() if wanted(block.stamp)]
+        doomed = {block for block in chosen if not block.num_holds}
         num_bytes = sum(block.stamp.block_bytes for block in doomed)
         self._drop_all(doomed, "asked")
-        return len(doomed), num_bytes, len(kept)
+        return len(doomed), num_bytes, len(chosen) - len(doomed)
 
     def _drop_all(self, doomed: set[Block], cause: str) -> None:
         """Children before parents; `doomed` holds every descendant of its members."""
-        leaves = [block for block in doomed if not block.num_children]
+        leaves = [block for block in doomed if not block.children]
         while leaves:
             block = leaves.pop()
             parent = block.parent
             self._drop(block, cause)
-            if parent in doomed and not parent.num_children:
+            if parent in doomed and not parent.children:
                 leaves.append(parent)
 
     def _drop(self, block: Block, cause: str) -> None:
         del self._index[block.key]
+        block.is_sealed = False
+        extent = self._pool.extent_of(block.slot)
+        extent.stamp_ids[block.stamp.stamp_id] -= 1
+        if not extent.stamp_ids[block.stamp.stamp_id]:
+            del extent.stamp_ids[block.stamp.stamp_id]
         self._pool.give_back(block.slot)
+        if cause != "asked" and self.is_superseded(block.stamp):
+            cause = "superseded"
         self.counters[f"evicted_{cause}"] += 1
         parent = block.parent
         if parent is not None:
-            parent.num_children -= 1
+            parent.children.discard(block)
             # It was needed as lately as its child was.
             parent.last_used = max(parent.last_used, block.last_used)
-            self._offer(parent)
+            self._order.offer(parent)
 
     # -- views ----------------------------------------------------------------------------------
 
-    def usage(self) -> tuple[Counter[str], Counter[str]]:
-        """Blocks and bytes by state, from the records themselves."""
-        blocks: Counter[str] = Counter({state.name.lower(): 0 for state in BlockState})
-        sizes: Counter[str] = Counter(blocks)
-        for extent in self._pool.extents:
-            used = 0
-            first = extent.number * layout.RECORDS_PER_EXTENT
-            states = self._pool.records["state"][first : first + extent.num_slots]
-            for state in BlockState:
-                count = int((states == state).sum())
-                blocks[state.name.lower()] += count
-                if state is not BlockState.FREE:
-                    sizes[state.name.lower()] += count * extent.slot_bytes
-                    used += count * extent.slot_bytes
-            sizes["free"] += EXTENT_BYTES - used
-        return blocks, sizes
-
     def num_blocks(self, stamp: StampInfo) -> int:
-        return sum(1 for block in self._index.values() if block.stamp is stamp)
+        return sum(extent.stamp_ids[stamp.stamp_id] for extent in self._pool.extents)
 
     @property
     def num_leases(self) -> int:
@@ -388,7 +365,7 @@ class BlockStore:
 
     def check_invariants(self) -> None:
         """Raises AssertionError naming the first thing that is not as it must be."""
-        blocks, _ = self.usage()
+        blocks, _ = self._pool.usage()
         assert sum(blocks.values()) == sum(e.num_slots for e in self._pool.extents), "capacity"
         free = sum(len(e.free_slots) for e in self._pool.extents)
         assert blocks["free"] == free, f"free records {blocks['free']}, free slots {free}"
@@ -397,22 +374,40 @@ class BlockStore:
         slots = [block.slot for block in self._index.values()]
         assert len(set(slots)) == len(slots), "two blocks in one slot"
         children: Counter[Block] = Counter()
-        leases: Counter[Block] = Counter(b for _, b in self._leases.values() if b is not None)
+        holds: Counter[Block] = Counter(b for _, b in self._leases.values() if b is not None)
+        for block in holds:
+            assert self._index.get(block.key) is block, "leased, not sealed"
         for key, block in self._index.items():
             record = self._pool.records[block.slot]
             assert block.key == key == bytes(record["key"]), "key"
             assert record["state"] == BlockState.SEALED, "an indexed block is not sealed"
             assert record["generation"] == block.generation, "generation"
             assert record["offset"] == block.offset == self._pool.offset_of(block.slot), "offset"
+            assert block.is_sealed, "an indexed block is not sealed"
             if block.parent is not None:
                 assert self._index.get(block.parent.key) is block.parent, "not prefix-closed"
+                assert block in block.parent.children, "a child its parent does not know"
                 children[block.parent] += 1
+                holds[block.parent] += bool(block.num_holds)
         for block in self._index.values():
-            assert block.num_children == children[block], "children count"
-            assert block.num_leases == leases[block], "lease count"
-        for block in leases:
-            assert self._index.get(block.key) is block, "leased, not sealed"
-        entries = [entry for heap in self._evictable.values() for entry in heap]
-        offered = {block for _, tick, _, block in entries if tick == block.last_used}
+            assert len(block.children) == children[block], "children count"
+            assert block.num_holds == holds[block], "lease count"
+        self._check_extents()
+        offered = self._order.offered()
         missing = [b for b in self._index.values() if b.is_evictable and b not in offered]
         assert not missing, "an evictable block is on no heap"
+
+    def _check_extents(self) -> None:
+        by_extent: dict[Extent, list[Block]] = {extent: [] for extent in self._pool.extents}
+        for block in self._index.values():
+            by_extent[self._pool.extent_of(block.slot)].append(block)
+        for extent, blocks in by_extent.items():
+            assert bool(extent.slot_bytes) == bool(blocks), "an extent in use is empty"
+            stamp_ids = Counter(block.stamp.stamp_id for block in blocks)
+            assert extent.stamp_ids == stamp_ids, "stamps of an extent"
+            assert extent.num_held == sum(bool(b.num_holds) for b in blocks), "slots held"
+            unheld = [tail.last_used for b in blocks if not b.num_holds for tail in b.subtree()]
+            assert extent.last_used >= max(unheld, default=0), "an extent's last use"
+        sizes = Counter(e.slot_bytes for e in self._pool.extents if e is not self._pool.draining)
+        assert self._pool.num_free == sizes.pop(0, 0), "free extents"
+        assert +self._pool.num_extents_of == sizes, "extents of each size"

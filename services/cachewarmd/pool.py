@@ -6,6 +6,7 @@ Mechanism only: who may be evicted is decided in `kv`. One writer, the daemon's 
 from __future__ import annotations
 
 import os
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,10 @@ class Extent:
     number: int
     slot_bytes: int = 0
     free_slots: list[int] = field(default_factory=list)
+    # Kept by `kv`, which chooses by them what another slot size may have:
+    num_held: int = 0  # slots that a lease keeps
+    last_used: int = 0  # tick; nothing in it that no lease keeps was used later
+    stamp_ids: Counter[int] = field(default_factory=Counter)  # of what is sealed in it
 
     @property
     def num_slots(self) -> int:
@@ -50,6 +55,11 @@ class Pool:
         self.pool_bytes = num_extents * EXTENT_BYTES
         self.num_extents = num_extents
         self.extents: list[Extent] = []
+        self.num_extents_of: Counter[int] = Counter()  # by slot size, without the draining one
+        self.draining: Extent | None = None
+        self._free: deque[Extent] = deque()
+        # By slot size: extents that have free slots, the last one in use.
+        self._open: dict[int, list[Extent]] = {}
         records_size = layout.records_bytes(num_extents)
         self.records_fd = segment.create_memfd("cachewarm-records", records_size)
         self.pool_fd = segment.create_memfd("cachewarm-pool", self.pool_bytes)
@@ -81,23 +91,58 @@ class Pool:
         if number == self.num_extents:
             return False
         segment.reserve(self.pool_fd, number * EXTENT_BYTES, EXTENT_BYTES)
-        self.extents.append(Extent(number))
+        extent = Extent(number)
+        self.extents.append(extent)
+        self._free.append(extent)
         return True
 
+    @property
+    def num_free(self) -> int:
+        """Extents of no size."""
+        return len(self._free)
+
     def take_slot(self, slot_bytes: int) -> int | None:
-        """A free slot of that size, opening a free extent if needed; None when there is none."""
-        candidate = None
-        for extent in self.extents:
-            if extent.slot_bytes == slot_bytes and extent.free_slots:
-                return extent.free_slots.pop()
-            if extent.slot_bytes == 0 and candidate is None:
-                candidate = extent
-        if candidate is None:
+        """A free slot in an extent of that size; None when there is none."""
+        extents = self._open.get(slot_bytes)
+        if not extents:
             return None
-        candidate.slot_bytes = slot_bytes
-        first = candidate.number * RECORDS_PER_EXTENT
-        candidate.free_slots = list(range(first + candidate.num_slots - 1, first - 1, -1))
-        return candidate.free_slots.pop()
+        slot = extents[-1].free_slots.pop()
+        if not extents[-1].free_slots:
+            extents.pop()
+        return slot
+
+    def open_extent(self, slot_bytes: int) -> bool:
+        """Give a free extent to that size; False when none is free."""
+        if not self._free:
+            return False
+        self.stop_draining()  # whoever waited for that has one now
+        extent = self._free.popleft()
+        extent.slot_bytes = slot_bytes
+        first = extent.number * RECORDS_PER_EXTENT
+        extent.free_slots = list(range(first + extent.num_slots - 1, first - 1, -1))
+        self._join(extent)
+        return True
+
+    def drain(self, extent: Extent) -> None:
+        """Hand out no more slots of an extent, until there is a free one: it or any other."""
+        self.draining = extent
+        self._leave(extent)
+
+    def stop_draining(self) -> None:
+        """Hand out its slots again. Idempotent."""
+        if self.draining is not None:
+            extent, self.draining = self.draining, None
+            self._join(extent)
+
+    def _join(self, extent: Extent) -> None:
+        self.num_extents_of[extent.slot_bytes] += 1
+        if extent.free_slots:
+            self._open.setdefault(extent.slot_bytes, []).append(extent)
+
+    def _leave(self, extent: Extent) -> None:
+        self.num_extents_of[extent.slot_bytes] -= 1
+        if extent in self._open[extent.slot_bytes]:
+            self._open[extent.slot_bytes].remove(extent)
 
     def give_back(self, slot: int) -> None:
         """FREE the slot: state first, then the generation, so no reader can match it again."""
@@ -108,8 +153,25 @@ class Pool:
         extent = self.extent_of(slot)
         extent.free_slots.append(slot)
         if not extent.num_used:
-            # Any slot size may have an empty extent next.
-            extent.slot_bytes, extent.free_slots = 0, []
+            self._free_extent(extent)
+        elif len(extent.free_slots) == 1 and extent is not self.draining:
+            self._open[extent.slot_bytes].append(extent)
+
+    def _free_extent(self, extent: Extent) -> None:
+        if extent is self.draining:
+            self.draining = None
+        else:
+            self._leave(extent)
+            self.stop_draining()
+        extent.slot_bytes, extent.free_slots, extent.last_used = 0, [], 0
+        self._free.append(extent)
+
+    def sealed_slots(self, extent: Extent) -> list[int]:
+        """Numbers of the extent's slots that hold a sealed block."""
+        first = extent.number * RECORDS_PER_EXTENT
+        states = self.records["state"][first : first + extent.num_slots]
+        slots: list[int] = (first + np.flatnonzero(states == BlockState.SEALED)).tolist()
+        return slots
 
     def extent_of(self, slot: int) -> Extent:
         return self.extents[slot // RECORDS_PER_EXTENT]
@@ -159,6 +221,23 @@ class Pool:
 
     def _digest(self, start: int, size: int) -> bytes:
         return xxhash.xxh3_128_digest(self.memory[start : start + size].data)
+
+    def usage(self) -> tuple[Counter[str], Counter[str]]:
+        """Blocks and bytes by state, from the records themselves."""
+        blocks: Counter[str] = Counter({state.name.lower(): 0 for state in BlockState})
+        sizes: Counter[str] = Counter(blocks)
+        for extent in self.extents:
+            used = 0
+            first = extent.number * RECORDS_PER_EXTENT
+            states = self.records["state"][first : first + extent.num_slots]
+            for state in BlockState:
+                count = int((states == state).sum())
+                blocks[state.name.lower()] += count
+                if state is not BlockState.FREE:
+                    sizes[state.name.lower()] += count * extent.slot_bytes
+                    used += count * extent.slot_bytes
+            sizes["free"] += EXTENT_BYTES - used
+        return blocks, sizes
 
     def close(self) -> None:
         """Give the descriptors back; mapped memory goes with its last view."""

@@ -13,11 +13,12 @@ from typing import Any
 import structlog
 
 from cachewarmd import layout, segment
+from cachewarmd.block import StampInfo
 from cachewarmd.budget import Budget
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
 from cachewarmd.errors import CachewarmError, InternalError
-from cachewarmd.kv import BlockStore, StampInfo
+from cachewarmd.kv import BlockStore
 from cachewarmd.pool import Pool
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider, Warmer
@@ -40,12 +41,19 @@ class Client:
     pool_bytes: int = 0
     leases: set[int] = field(default_factory=set)
     stamps: dict[int, StampInfo] = field(default_factory=dict)
+    weights: set[bytes] = field(default_factory=set)  # digests of what it attached
     provider: Provider | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def is_worker(self) -> bool:
         return self.pool_fd >= 0
+
+    def uses(self, weights_sha256: bytes) -> bool:
+        """Has it these weights, as far as it told on this connection?"""
+        provided = self.provider is not None and self.provider.weights_sha256 == weights_sha256
+        stamped = any(info.weights_sha256 == weights_sha256 for info in self.stamps.values())
+        return provided or stamped or weights_sha256 in self.weights
 
     def reply(self, request_id: int, fds: tuple[int, ...] = (), **body: Any) -> None:
         """Answer a request; the caller keeps its descriptors."""
@@ -112,9 +120,23 @@ class State:
             segment.reopen_readonly(self.pool.records_fd),
             segment.reopen_readonly(self.pool.pool_fd),
         )
-        self.kv = BlockStore(self.pool)
-        self.weights = WeightStore(self._budget)
+        self.kv = BlockStore(self.pool, self._sizes_in_use)
+        self.weights = WeightStore(
+            self._budget, lambda digest: self.num_users(digest) > 0, self.kv.supersede
+        )
         self.warmer = Warmer(self.weights)
+
+    def _sizes_in_use(self) -> set[int]:
+        return {info.slot_bytes for client in self.clients for info in client.stamps.values()}
+
+    def num_users(self, weights_sha256: bytes) -> int:
+        """Connections that use these weights."""
+        return sum(client.uses(weights_sha256) for client in self.clients)
+
+    def serve_weights(self, client: Client, model_name: str, weights_sha256: bytes) -> None:
+        """A client has attached these weights: the model's name stands for them now."""
+        client.weights.add(weights_sha256)
+        self.weights.serve(model_name, weights_sha256)
 
     def commit_extent(self) -> bool:
         """Allocate the pool's next extent; False when all are. Raises NoSpaceError."""

@@ -11,7 +11,7 @@ from cachewarmd.v1 import control_pb2 as pb
 
 
 def status_now(state: State) -> pb.StatusReply:
-    blocks, sizes = state.kv.usage()
+    blocks, sizes = state.pool.usage()
     committed = len(state.pool.extents)
     pool = pb.PoolStatus(
         pool_bytes=state.pool.pool_bytes,
@@ -22,6 +22,7 @@ def status_now(state: State) -> pb.StatusReply:
         bytes=sizes,
         page_bytes=layout.PAGE_BYTES,
     )
+    superseded = state.weights.versions.superseded
     models = [
         pb.ModelStatus(
             model_name=model.name,
@@ -32,6 +33,8 @@ def status_now(state: State) -> pb.StatusReply:
             files_present=model.files_now() is not None,
             loaded_unix_ms=model.loaded_unix_ms,
             plan=model.plan.description,
+            num_clients=state.num_users(model.segment.weights_sha256),
+            superseded=model.segment.weights_sha256 in superseded,
         )
         for model in state.weights.models
         if model.segment is not None
@@ -43,6 +46,7 @@ def status_now(state: State) -> pb.StatusReply:
             slot_bytes=info.slot_bytes,
             block_size=info.block_size,
             num_blocks=state.kv.num_blocks(info),
+            superseded=state.kv.is_superseded(info),
         )
         for info in state.kv.stamps
     ]

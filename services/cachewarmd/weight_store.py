@@ -1,8 +1,14 @@
-"""Which weights are in memory, for which model directory: at most one load of each at a time."""
+"""Which weights are in memory, for which model directory: at most one load of each at a time.
+
+Loaded weights stay, also without an engine, until the memory is needed for others. Then those go
+that no client uses and no model name stands for any more: superseded ones first, then what was
+only warmed, the least recently attached before the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -12,8 +18,9 @@ import structlog
 
 from cachewarmd import weights
 from cachewarmd.budget import Budget
-from cachewarmd.errors import ModelFilesError, ShuttingDownError
+from cachewarmd.errors import ModelFilesError, NoSpaceError, ShuttingDownError
 from cachewarmd.v1 import control_pb2 as pb
+from cachewarmd.versions import Versions
 from cachewarmd.weight_files import FileIdentity, file_identities
 from cachewarmd.weights import Segment
 
@@ -39,6 +46,7 @@ class Model:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     watchers: set[Notify] = field(default_factory=set)
     num_loads: int = 0  # running or waiting for the lock
+    last_attached: int = 0  # a tick of the store
 
     @property
     def shown_version(self) -> str:
@@ -56,10 +64,23 @@ class Model:
 
 
 class WeightStore:
-    """Owner of all weight segments."""
+    """Owner of all weight segments.
 
-    def __init__(self, budget: Budget) -> None:
+    `is_used` tells whether a client has the weights of that digest; `on_superseded` gets the
+    digests of all superseded weights whenever they are others than before.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        is_used: Callable[[bytes], bool] = lambda digest: False,
+        on_superseded: Callable[[frozenset[bytes]], None] = lambda digests: None,
+    ) -> None:
         self._budget = budget
+        self._is_used = is_used
+        self._on_superseded = on_superseded
+        self.versions = Versions()
+        self._ticks = itertools.count(1)
         self._is_closed = False
         self._loads: set[asyncio.Task[bool]] = set()
         self._models: dict[tuple[DirKey, str], Model] = {}
@@ -95,6 +116,7 @@ class WeightStore:
             self._models[key] = model
         model.name = name or model.name
         model.version = version or model.version
+        model.last_attached = next(self._ticks)
         model.watchers.add(notify)
         model.num_loads += 1
         load = asyncio.create_task(self._load(key, model))
@@ -105,7 +127,24 @@ class WeightStore:
         finally:
             model.watchers.discard(notify)
         assert model.segment is not None
+        if name and not self.versions.of(name):
+            # Of a name that is known, weights that were only warmed stand for nothing yet.
+            self.serve(name, model.segment.weights_sha256)
         return model, model.segment, already
+
+    def serve(self, name: str, weights_sha256: bytes) -> None:
+        """An engine serves these weights: they are what the model's name stands for now."""
+        before = self.versions.superseded
+        self.versions.serve(name, weights_sha256)
+        superseded = self.versions.superseded
+        if superseded != before:
+            self._on_superseded(superseded)
+            _log.info(
+                "weights_superseded",
+                model=name,
+                current=weights_sha256.hex(),
+                superseded=sorted(digest.hex() for digest in superseded),
+            )
 
     async def _load(self, key: tuple[DirKey, str], model: Model) -> bool:
         try:
@@ -147,18 +186,8 @@ class WeightStore:
                 self._forget_unused()
                 return True
 
-        def allocate(fd: int, size: int, tell: Callable[[int], None]) -> None:
-            self._budget.allocate(fd, size, f"weights of {model.name}", tell)
-
         started = time.monotonic()
-        loaded, identities = await asyncio.to_thread(
-            weights.load,
-            model.dir_fd,
-            model.plan,
-            progress,
-            allocate,
-            follow=model.follow_links,
-        )
+        loaded, identities = await self._read(model, progress)
         self._adopt(model, loaded, identities)
         _log.info(
             "weights_loaded",
@@ -168,6 +197,65 @@ class WeightStore:
             seconds=round(time.monotonic() - started, 3),
         )
         return False
+
+    async def _read(
+        self, model: Model, progress: weights.Progress
+    ) -> tuple[Segment, list[FileIdentity]]:
+        """Load in a thread; what is not needed makes room."""
+
+        def allocate(fd: int, size: int, tell: Callable[[int], None]) -> None:
+            self._budget.allocate(fd, size, f"weights of {model.name}", tell)
+
+        while True:
+            try:
+                # Memory is asked for before the first byte is read, so trying again is cheap.
+                return await asyncio.to_thread(
+                    weights.load,
+                    model.dir_fd,
+                    model.plan,
+                    progress,
+                    allocate,
+                    follow=model.follow_links,
+                )
+            except NoSpaceError:
+                if not self._drop_one_for(model.plan.segment_bytes):
+                    raise
+
+    def _drop_one_for(self, size: int) -> bool:
+        """Let the segment go that is needed least; False when all that may go is not enough."""
+        models: dict[Segment, list[Model]] = {}
+        for model in self.models:
+            assert model.segment is not None
+            models.setdefault(model.segment, []).append(model)
+        spare = [segment for segment, of in models.items() if not self._is_needed(segment, of)]
+        room = self._budget.available_bytes() + sum(segment.size for segment in spare)
+        if not spare or room < size:
+            return False
+        superseded = self.versions.superseded
+
+        def rank(segment: Segment) -> tuple[bool, int]:
+            last_attached = max(model.last_attached for model in models[segment])
+            return segment.weights_sha256 not in superseded, last_attached
+
+        least = min(spare, key=rank)
+        for key, model in list(self._models.items()):
+            if model.segment is least:
+                del self._models[key]
+                os.close(model.dir_fd)
+        self._forget_unused()
+        _log.warning(
+            "unused_weights_dropped",
+            models=sorted({model.name for model in models[least]}),
+            weights_sha256=least.weights_sha256.hex(),
+            segment_bytes=least.size,
+        )
+        return True
+
+    def _is_needed(self, segment: Segment, models: list[Model]) -> bool:
+        """By a client, as what a model name stands for, or by somebody who waits for it now."""
+        digest = segment.weights_sha256
+        is_wanted = any(model.watchers or model.num_loads for model in models)
+        return is_wanted or self._is_used(digest) or self.versions.is_current(digest)
 
     def _adopt(self, model: Model, loaded: Segment, identities: list[FileIdentity]) -> None:
         key = (loaded.weights_sha256, loaded.layout_id)

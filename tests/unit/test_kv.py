@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,117 +20,27 @@ from hypothesis.stateful import (
 
 from cachewarmd import kv, layout
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
-from cachewarmd.keys import block_key
-from cachewarmd.kv import Block, BlockStore, NewBlock, Source, StampInfo
+from cachewarmd.kv import NewBlock, Source
 from cachewarmd.layout import EXTENT_BYTES, BlockState
-from cachewarmd.pool import Pool
-from tests.daemon import private_pool
-
-B = 4  # tokens of a full block
-ROOT = b"r" * 32
-# Large slots fill a pool of one extent at once; content is a tag and, for the rest, a hole.
-SLOT_BYTES = 8 << 20
-CAPACITY = EXTENT_BYTES // SLOT_BYTES
-Chain = tuple[tuple[int, ...], ...]  # a chain: the tokens of each of its blocks
-
-
-def key_of(path: Chain) -> bytes:
-    """Key of the last block of a chain; the root's for an empty one."""
-    key = ROOT
-    for tokens in path:
-        key = block_key(key, tokens)
-    return key
-
-
-def keys_of(path: Chain) -> list[bytes]:
-    return [key_of(path[: i + 1]) for i in range(len(path))]
-
-
-def full(*labels: int) -> Chain:
-    """A chain of full blocks."""
-    return tuple((label,) * B for label in labels)
-
-
-@dataclass
-class Harness:
-    """A store over a pool whose extents are all committed, and a client's private pool."""
-
-    pool: Pool
-    fd: int
-    store: BlockStore
-    info: StampInfo
-    is_open: bool = True
-    source_bytes: int = SLOT_BYTES
-
-    def new_stamp(self, block_bytes: int = SLOT_BYTES, name: bytes = b"o") -> StampInfo:
-        return self.store.register(name * 32, block_bytes, B, "test", b"w" * 32)
-
-    def lease(self, info: StampInfo | None = None) -> int:
-        """A lease of nothing, to publish under."""
-        return self.store.lookup(info or self.info, [], [])[0]
-
-    def publish(self, lease: int, path: Chain, start: int = 0) -> tuple[list[Block], str]:
-        """Publish the blocks of `path` from number `start` on, one at a time as content differs."""
-        sealed: list[Block] = []
-        for index in range(start, len(path)):
-            chain = [self.element(path[: index + 1])]
-            blocks, refused = self.store.publish(lease, chain, self.source(), is_root=index == 0)
-            sealed += blocks
-            if refused:
-                return sealed, refused
-        return sealed, ""
-
-    def element(self, path: Chain) -> NewBlock:
-        """The last block of `path`, with its key as content."""
-        key = key_of(path)
-        os.pwrite(self.fd, key, 0)
-        return NewBlock(key_of(path[:-1]), key, len(path[-1]), 0)
-
-    def source(self) -> Source:
-        return Source(self.fd, self.source_bytes, lambda: self.is_open)
-
-    def seal_free(self, path: Chain) -> None:
-        """Publish a chain and keep no lease on it."""
-        lease = self.lease()
-        assert self.publish(lease, path) == ([self.block(key) for key in keys_of(path)], "")
-        self.store.release(lease)
-
-    def block(self, key: bytes) -> Block:
-        return self.store._index[key]
-
-    def is_sealed(self, path: Chain) -> bool:
-        return self.store.peek([key_of(path)]) == 1
-
-    def check(self) -> None:
-        """All invariants, and every sealed block holds its own bytes."""
-        self.store.check_invariants()
-        for key, block in self.store._index.items():
-            assert bytes(self.pool.memory[block.offset : block.offset + 32]) == key
-
-
-@contextlib.contextmanager
-def make_harness(num_extents: int = 1) -> Iterator[Harness]:
-    pool = Pool(num_extents * EXTENT_BYTES, 1, b"s" * 32)
-    while pool.commit_next():
-        pass
-    store = BlockStore(pool)
-    with private_pool(SLOT_BYTES) as fd, contextlib.closing(pool):
-        info = store.register(b"s" * 32, SLOT_BYTES, B, "test", b"w" * 32)
-        yield Harness(pool, fd, store, info)
+from tests.block_store import (
+    CAPACITY,
+    ROOT,
+    SLOT_BYTES,
+    WEIGHTS,
+    B,
+    Chain,
+    Harness,
+    full,
+    key_of,
+    keys_of,
+    make_harness,
+)
 
 
 @pytest.fixture
 def harness() -> Iterator[Harness]:
     """One extent: eight slots. Invariants are checked when the test has ended."""
     with make_harness() as made:
-        yield made
-        made.check()
-
-
-@pytest.fixture
-def large_harness() -> Iterator[Harness]:
-    """Two extents, so that two slot sizes fit."""
-    with make_harness(2) as made:
         yield made
         made.check()
 
@@ -145,9 +54,9 @@ def test_published_chain_is_found_and_leased(harness: Harness) -> None:
     lease, found = harness.store.lookup(harness.info, keys_of(full(1, 2, 3)), [])
     assert [block.key for block in found] == keys_of(full(1, 2))
     assert [block.num_tokens for block in found] == [B, B]
-    assert harness.block(key_of(full(1, 2))).num_leases == 1
+    assert harness.block(key_of(full(1, 2))).num_holds == 1
     harness.store.release(lease)
-    assert harness.block(key_of(full(1, 2))).num_leases == 0
+    assert harness.block(key_of(full(1, 2))).num_holds == 0
 
 
 def test_record_describes_the_block(harness: Harness) -> None:
@@ -271,7 +180,7 @@ def test_bytes_copied_from_a_gone_peer_are_never_sealed(harness: Harness) -> Non
     harness.is_open = False
     assert harness.publish(harness.lease(), full(1)) == ([], kv.PEER_GONE)
     assert not harness.is_sealed(full(1))
-    assert harness.store.usage()[0]["sealed"] == 0
+    assert harness.pool.usage()[0]["sealed"] == 0
 
 
 def test_peer_that_leaves_in_the_middle_keeps_what_was_sealed_before(harness: Harness) -> None:
@@ -333,18 +242,18 @@ def test_one_lease_keeps_every_ancestor(harness: Harness) -> None:
     lease, _ = harness.store.lookup(harness.info, keys_of(full(1, 2, 3)), [])
     for label in range(10, 10 + 2 * CAPACITY):
         harness.seal_free(full(label))
-    assert harness.store.peek(keys_of(full(1, 2, 3))) == 3
+    assert harness.peek(keys_of(full(1, 2, 3))) == 3
     harness.store.release(lease)
     for label in range(40, 40 + CAPACITY):
         harness.seal_free(full(label))
-    assert harness.store.peek(keys_of(full(1, 2, 3))) == 0
+    assert harness.peek(keys_of(full(1, 2, 3))) == 0
 
 
 def test_chains_are_evicted_from_their_end(harness: Harness) -> None:
     """Prefix-closed: no block goes before its children."""
     harness.seal_free(full(*range(CAPACITY)))
     harness.seal_free(full(90))
-    assert harness.store.peek(keys_of(full(*range(CAPACITY)))) == CAPACITY - 1
+    assert harness.peek(keys_of(full(*range(CAPACITY)))) == CAPACITY - 1
 
 
 def test_least_recently_used_chain_goes_first(harness: Harness) -> None:
@@ -375,7 +284,7 @@ def test_publish_is_refused_when_everything_is_leased(harness: Harness) -> None:
     path = full(*range(CAPACITY + 1))
     sealed, refused = harness.publish(lease, path)
     assert (len(sealed), refused) == (CAPACITY, kv.NO_SPACE)
-    assert harness.store.peek(keys_of(path)) == CAPACITY
+    assert harness.peek(keys_of(path)) == CAPACITY
     harness.store.release(lease)
     harness.seal_free(full(90))
 
@@ -385,7 +294,7 @@ def test_parent_is_not_evicted_for_its_own_child(harness: Harness) -> None:
     for label in range(CAPACITY):
         harness.seal_free(full(label))
     assert harness.publish(harness.lease(), full(0, 9), start=1)[1] == ""
-    assert harness.store.peek(keys_of(full(0, 9))) == 2
+    assert harness.peek(keys_of(full(0, 9))) == 2
     assert not harness.is_sealed(full(1))
 
 
@@ -417,53 +326,8 @@ def test_evict_keeps_leased_chains_and_other_stamps(harness: Harness) -> None:
     harness.store.lookup(harness.info, keys_of(full(1, 2)), [])
     got = harness.store.evict(lambda stamp: stamp is harness.info)
     assert got == (2, 2 * SLOT_BYTES, 2)
-    assert harness.store.peek(keys_of(full(1, 2, 3))) == 2
+    assert harness.peek(keys_of(full(1, 2, 3))) == 2
     assert harness.is_sealed(full(5))
-
-
-def test_another_slot_size_gets_an_extent(large_harness: Harness) -> None:
-    """A size that has none takes the extent with the fewest leases, with all that hangs on it."""
-    harness = large_harness
-    labels = range(2 * CAPACITY)
-    for label in labels:
-        harness.seal_free(full(label))
-    kept, _ = harness.store.lookup(harness.info, keys_of(full(0)), [])
-    kept_extent = harness.pool.extent_of(harness.block(key_of(full(0))).slot)
-    small = harness.new_stamp(SLOT_BYTES // 2)
-    lease = harness.lease(small)
-    sealed, refused = harness.store.publish(
-        lease, [harness.element(full(99))], harness.source(), is_root=True
-    )
-    assert refused == ""
-    assert harness.pool.extent_of(sealed[0].slot) is not kept_extent
-    assert harness.is_sealed(full(0))
-    assert sum(map(harness.is_sealed, map(full, labels))) == CAPACITY
-    harness.store.release(kept)
-
-
-def test_no_size_is_robbed_of_its_last_extent(harness: Harness) -> None:
-    """With one extent in use by one size, another size is refused."""
-    harness.seal_free(full(1))
-    lease = harness.lease(harness.new_stamp(SLOT_BYTES // 2))
-    assert harness.publish(lease, full(2)) == ([], kv.NO_SPACE)
-    assert harness.is_sealed(full(1))
-
-
-def test_extent_with_leases_is_not_taken(large_harness: Harness) -> None:
-    """When every extent holds a leased block, another size is refused."""
-    harness = large_harness
-    for label in range(2 * CAPACITY):
-        harness.publish(harness.lease(), full(label))
-    lease = harness.lease(harness.new_stamp(SLOT_BYTES // 2))
-    assert harness.publish(lease, full(99)) == ([], kv.NO_SPACE)
-
-
-def test_empty_extent_serves_any_size_again(harness: Harness) -> None:
-    """The last block that leaves gives the extent back."""
-    harness.seal_free(full(1))
-    harness.store.evict(lambda _: True)
-    lease = harness.lease(harness.new_stamp(SLOT_BYTES // 2))
-    assert harness.publish(lease, full(2))[1] == ""
 
 
 def test_eviction_order_does_not_grow_with_lookups(harness: Harness) -> None:
@@ -473,7 +337,7 @@ def test_eviction_order_does_not_grow_with_lookups(harness: Harness) -> None:
     for number in range(5000):
         path = full(number % CAPACITY)
         harness.store.release(harness.store.lookup(harness.info, keys_of(path), [])[0])
-    assert len(harness.store._evictable[SLOT_BYTES]) < 500
+    assert len(harness.store._order._heaps[SLOT_BYTES]) < 500
     harness.seal_free(full(90))
     assert not harness.is_sealed(full(5000 % CAPACITY))
 
@@ -481,7 +345,7 @@ def test_eviction_order_does_not_grow_with_lookups(harness: Harness) -> None:
 def test_usage_counts_every_slot_and_byte(harness: Harness) -> None:
     """By state, and the bytes add up to the pool."""
     harness.seal_free(full(1, 2))
-    blocks, sizes = harness.store.usage()
+    blocks, sizes = harness.pool.usage()
     assert (blocks["sealed"], blocks["free"]) == (2, CAPACITY - 2)
     assert sizes["sealed"] == 2 * SLOT_BYTES
     assert sum(sizes.values()) == harness.pool.pool_bytes
@@ -492,11 +356,11 @@ def test_usage_counts_every_slot_and_byte(harness: Harness) -> None:
 
 
 def spoil_lease_count(harness: Harness) -> None:
-    harness.block(key_of(full(1))).num_leases += 1
+    harness.block(key_of(full(1))).num_holds += 1
 
 
 def spoil_children_count(harness: Harness) -> None:
-    harness.block(key_of(full(1))).num_children -= 1
+    harness.block(key_of(full(1))).children.clear()
 
 
 def spoil_generation(harness: Harness) -> None:
@@ -512,7 +376,23 @@ def spoil_parent(harness: Harness) -> None:
 
 
 def spoil_eviction_order(harness: Harness) -> None:
-    harness.store._evictable[SLOT_BYTES].clear()
+    harness.store._order._heaps[SLOT_BYTES].clear()
+
+
+def spoil_slots_held(harness: Harness) -> None:
+    harness.pool.extents[0].num_held += 1
+
+
+def spoil_stamps_of_an_extent(harness: Harness) -> None:
+    harness.pool.extents[0].stamp_ids[harness.info.stamp_id] += 1
+
+
+def spoil_extents_of_a_size(harness: Harness) -> None:
+    harness.pool.num_extents_of[SLOT_BYTES] += 1
+
+
+def spoil_last_use(harness: Harness) -> None:
+    harness.pool.extents[0].last_used = 0
 
 
 def spoil_free_slots(harness: Harness) -> None:
@@ -528,6 +408,10 @@ def spoil_free_slots(harness: Harness) -> None:
         spoil_state,
         spoil_parent,
         spoil_eviction_order,
+        spoil_slots_held,
+        spoil_stamps_of_an_extent,
+        spoil_extents_of_a_size,
+        spoil_last_use,
         spoil_free_slots,
     ],
 )
@@ -562,6 +446,7 @@ class Model:
     def __init__(self) -> None:
         self.blocks: dict[Chain, ModelBlock] = {}
         self.leases: dict[int, Chain | None] = {}
+        self.is_superseded = False
         self.clock = 0
 
     def tick(self) -> int:
@@ -620,7 +505,11 @@ class Model:
         ]
         if not free:
             return False
-        self.drop(min(free, key=lambda block: (not block.is_short, block.used)).path)
+
+        def rank(block: ModelBlock) -> tuple[bool, int]:
+            return not (self.is_superseded or block.is_short), block.used
+
+        self.drop(min(free, key=rank).path)
         return True
 
     def evict(self) -> int:
@@ -646,6 +535,7 @@ class RandomHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
+        self.harness.store.supersede(set())
         self.harness.store.evict(lambda _: True)
 
     @rule(target=leases, path=PATHS)
@@ -673,6 +563,11 @@ class RandomHistory(RuleBasedStateMachine):
         self.model.move(lease, None)
         del self.model.leases[lease]
 
+    @rule(is_superseded=st.booleans())
+    def supersede(self, is_superseded: bool) -> None:
+        self.harness.store.supersede({WEIGHTS} if is_superseded else set())
+        self.model.is_superseded = is_superseded
+
     @rule()
     def evict(self) -> None:
         assert self.harness.store.evict(lambda _: True)[0] == self.model.evict()
@@ -689,7 +584,7 @@ class RandomHistory(RuleBasedStateMachine):
         for lease in self.model.leases:
             self.harness.store.release(lease)
         self.harness.store.evict(lambda _: True)
-        blocks, _ = self.harness.store.usage()
+        blocks, _ = self.harness.pool.usage()
         assert sum(blocks.values()) == blocks["free"]
 
 

@@ -70,7 +70,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 def models(status: pb.StatusReply) -> Draw:
     """Weights in memory."""
-    columns = ("name", "version", "sha256", "size", "files", "plan")
+    columns = ("name", "version", "sha256", "size", "files", "clients", "superseded", "plan")
     rows = [
         (
             model.model_name,
@@ -78,6 +78,8 @@ def models(status: pb.StatusReply) -> Draw:
             model.weights_sha256,
             human_bytes(model.segment_bytes),
             "present" if model.files_present else "missing",
+            model.num_clients,
+            "yes" if model.superseded else "",
             model.plan,
         )
         for model in status.models
@@ -104,7 +106,7 @@ def clients(status: pb.StatusReply) -> Draw:
 
 
 def _stamps(status: pb.StatusReply) -> Draw:
-    columns = ("stamp", "description", "slot", "tokens", "blocks")
+    columns = ("stamp", "description", "slot", "tokens", "blocks", "superseded")
     rows = [
         (
             stamp.stamp[:12],
@@ -112,6 +114,7 @@ def _stamps(status: pb.StatusReply) -> Draw:
             human_bytes(stamp.slot_bytes),
             stamp.block_size,
             stamp.num_blocks,
+            "yes" if stamp.superseded else "",
         )
         for stamp in status.stamps
     ]

@@ -554,7 +554,7 @@ class PoolStatus(_message.Message):
     def __init__(self, pool_bytes: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., num_extents: _Optional[int] = ..., num_extents_free: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., bytes: _Optional[_Mapping[str, int]] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model_name", "version", "weights_sha256", "layout", "segment_bytes", "files_present", "loaded_unix_ms", "plan")
+    __slots__ = ("model_name", "version", "weights_sha256", "layout", "segment_bytes", "files_present", "loaded_unix_ms", "plan", "num_clients", "superseded")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -563,6 +563,8 @@ class ModelStatus(_message.Message):
     FILES_PRESENT_FIELD_NUMBER: _ClassVar[int]
     LOADED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     version: str
     weights_sha256: str
@@ -571,21 +573,25 @@ class ModelStatus(_message.Message):
     files_present: bool
     loaded_unix_ms: int
     plan: str
-    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., layout: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., files_present: _Optional[bool] = ..., loaded_unix_ms: _Optional[int] = ..., plan: _Optional[str] = ...) -> None: ...
+    num_clients: int
+    superseded: bool
+    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., layout: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., files_present: _Optional[bool] = ..., loaded_unix_ms: _Optional[int] = ..., plan: _Optional[str] = ..., num_clients: _Optional[int] = ..., superseded: _Optional[bool] = ...) -> None: ...
 
 class StampStatus(_message.Message):
-    __slots__ = ("stamp", "description", "slot_bytes", "block_size", "num_blocks")
+    __slots__ = ("stamp", "description", "slot_bytes", "block_size", "num_blocks", "superseded")
     STAMP_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     stamp: str
     description: str
     slot_bytes: int
     block_size: int
     num_blocks: int
-    def __init__(self, stamp: _Optional[str] = ..., description: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    superseded: bool
+    def __init__(self, stamp: _Optional[str] = ..., description: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., superseded: _Optional[bool] = ...) -> None: ...
 
 class ClientStatus(_message.Message):
     __slots__ = ("client_id", "name", "role", "pid", "uid", "num_leases", "is_provider")

@@ -1,0 +1,50 @@
+"""Sealed blocks and the stamps they belong to; `kv` is the only writer of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StampInfo:
+    """What a registered stamp's blocks look like."""
+
+    stamp_id: int
+    stamp: bytes
+    slot_bytes: int  # of the pool, rounded
+    block_bytes: int  # of content
+    block_size: int  # tokens
+    description: str
+    weights_sha256: bytes
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A sealed block. `last_used` is a tick of the store, not a time."""
+
+    key: bytes
+    parent: Block | None
+    stamp: StampInfo
+    slot: int
+    generation: int
+    offset: int
+    num_tokens: int
+    children: set[Block] = field(default_factory=set)
+    num_holds: int = 0  # leases of this block, and children that are held themselves
+    last_used: int = 0
+    is_sealed: bool = True
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.is_sealed and not self.children and not self.num_holds
+
+    @property
+    def is_short(self) -> bool:
+        return self.num_tokens < self.stamp.block_size
+
+    def subtree(self) -> list[Block]:
+        """This block and all that hangs on it, parents first."""
+        found = [self]
+        for block in found:
+            found += block.children
+        return found
