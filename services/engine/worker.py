@@ -10,21 +10,21 @@ import queue
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
+from engine.attempt import AttemptState, Clock, finished
 from engine.block_table import BlockTable, PrivatePool
 from engine.channel import BrokenChannelError
 from engine.config import WorkerConfig
 from engine.errors import EngineError, RequestTooLargeError
 from engine.executor.base import Chunk, Executor
+from engine.hand_off import HandOffs
 from engine.request import (
     Abort,
-    Finished,
     FromWorker,
     Output,
     Progress,
@@ -35,7 +35,7 @@ from engine.request import (
 )
 from engine.sampler import sample
 from engine.scheduler import ScheduledChunk, Scheduler, Sequence, Status
-from engine.shared_cache import CachedPrefix, SharedCache
+from engine.shared_cache import SharedCache
 
 _log = structlog.get_logger()
 
@@ -43,44 +43,9 @@ _MIN_LOOKUP_BUDGET_S = 0.020
 _LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
 _OWED_POLL_S = 0.5
 _BLOCKED_POLL_S = 0.005
-# A prefill whose lease nobody took over by then is not needed any more.
-_HAND_OFF_TIMEOUT_S = 60.0
-
 
 # What others put there: the front's messages, the end of its channel, None to wake up.
 Inbox: TypeAlias = "queue.SimpleQueue[ToWorker | BrokenChannelError | None]"
-
-
-@dataclass
-class _Clock:
-    """When a sequence reached what; seconds of the monotonic clock."""
-
-    submitted: float
-    admitted: float = 0.0
-    looked_up: float = 0.0
-    first_token: float = 0.0
-    preempted_at: float = 0.0
-    preempted_s: float = 0.0
-
-
-@dataclass
-class _Running:
-    """What the worker keeps beside the scheduler's view of a sequence."""
-
-    clock: _Clock
-    prefix: CachedPrefix | None = None
-    is_looked_up: bool = False
-    num_cached_tokens: int = 0
-
-
-@dataclass
-class _HandOff:
-    """A prefill that is done: told when it is sealed, leased until another worker has it."""
-
-    sequence: Sequence
-    state: _Running
-    is_told: bool = False
-    deadline: float = field(default_factory=lambda: time.monotonic() + _HAND_OFF_TIMEOUT_S)
 
 
 class Worker:
@@ -107,8 +72,8 @@ class Worker:
         self._scheduler = Scheduler(
             pool, config.max_num_seqs, config.prefill_chunk, self._on_preempt
         )
-        self._states: dict[Sequence, _Running] = {}
-        self._hand_offs: list[_HandOff] = []
+        self._states: dict[Sequence, AttemptState] = {}
+        self._hand_offs = HandOffs(send, cache)
         self._is_blocked = False  # sequences are there, but none could run
         self._seconds_per_token = 0.0  # of prefill, measured; the lookup budget follows it
         self._num_computed = 0
@@ -147,8 +112,8 @@ class Worker:
         """Until somebody speaks, unless something else has to be looked after."""
         if self._is_blocked:
             return _BLOCKED_POLL_S
-        is_owed = self._hand_offs or (self._cache is not None and self._cache.num_pending > 0)
-        return _OWED_POLL_S if is_owed else None
+        is_owed = self._cache is not None and self._cache.num_pending > 0
+        return _OWED_POLL_S if is_owed or self._hand_offs.num_open else None
 
     def _handle(self, message: ToWorker | BrokenChannelError | None) -> None:
         match message:
@@ -156,7 +121,7 @@ class Worker:
                 pass  # only to wake up
             case Submit():
                 sequence = Sequence(message, BlockTable(self._pool, self._block_size))
-                self._states[sequence] = _Running(_Clock(time.monotonic()))
+                self._states[sequence] = AttemptState(Clock(time.monotonic()))
                 self._scheduler.add(sequence)
             case Abort():
                 self._abort(message.attempt)
@@ -169,19 +134,13 @@ class Worker:
         found = self._scheduler.find(attempt)
         if found is not None:
             self._finish(found, "cancelled")
-        for hand_off in list(self._hand_offs):
-            if hand_off.sequence.submit.attempt == attempt:
-                self._end_hand_off(hand_off)
+        self._hand_offs.end(attempt)
 
     def _poll(self) -> None:
         """What the daemon answered meanwhile."""
         if self._cache is not None:
             self._cache.poll()
-        for hand_off in list(self._hand_offs):
-            if self._cache is None or not self._cache.is_pending(hand_off.sequence):
-                self._tell_prefilled(hand_off)
-            if time.monotonic() > hand_off.deadline:
-                self._end_hand_off(hand_off)
+        self._hand_offs.poll()
 
     def _stats(self) -> Stats:
         running = self._scheduler.running
@@ -227,7 +186,7 @@ class Worker:
             f"{self._pool.num_blocks * self._block_size}"
         )
 
-    def _look_up(self, sequence: Sequence, state: _Running) -> None:
+    def _look_up(self, sequence: Sequence, state: AttemptState) -> None:
         """Lease what is sealed already; the rest is computed from there."""
         submit, clock = sequence.submit, state.clock
         clock.admitted = clock.admitted or time.monotonic()
@@ -245,7 +204,7 @@ class Worker:
             self._cache.release(before)  # of before a preemption; only now, so nothing got lost
         clock.looked_up = clock.looked_up or time.monotonic()
 
-    def _take_seat(self, sequence: Sequence, state: _Running) -> None:
+    def _take_seat(self, sequence: Sequence, state: AttemptState) -> None:
         """Go on from what another running sequence has of the same tokens, if that is more."""
         other, common = self._scheduler.best_fork(sequence)
         if other is not None:
@@ -309,18 +268,21 @@ class Worker:
         if logits is not None:
             self._emit(sequence, state, self._sample(sequence, logits))
         elif ends_prefill and sequence.submit.hand_off:
-            self._hand_off(sequence)
+            del self._states[sequence]
+            self._scheduler.finish(sequence)
+            sequence.table.clear()
+            self._hand_offs.begin(sequence, state)
         elif ends_prefill:
             self._finish(sequence, "length")  # max_tokens = 0: prefill only
 
-    def _is_intact(self, chunk: ScheduledChunk, state: _Running) -> bool:
+    def _is_intact(self, chunk: ScheduledChunk, state: AttemptState) -> bool:
         """Were the shared bytes it read, in place or to copy them, still those it leased?"""
         if self._cache is None or state.prefix is None or not state.prefix.is_lost:
             return True
         read = [*chunk.sequence.table.shared_blocks, *chunk.copied]
         return self._cache.is_intact(state.prefix, read)
 
-    def _start_over(self, sequence: Sequence, state: _Running) -> None:
+    def _start_over(self, sequence: Sequence, state: AttemptState) -> None:
         """Blocks it read were reused after the lease was lost: drop the step, compute anew."""
         _log.warning("shared_blocks_lost", request_id=sequence.submit.request_id)
         sequence.table.clear()
@@ -359,7 +321,7 @@ class Worker:
         submit = sequence.submit
         self._send(Progress(submit.request_id, submit.attempt, submit.sample_index, num_computed))
 
-    def _emit(self, sequence: Sequence, state: _Running, token: int) -> None:
+    def _emit(self, sequence: Sequence, state: AttemptState, token: int) -> None:
         submit = sequence.submit
         state.clock.first_token = state.clock.first_token or time.monotonic()
         index = sequence.num_output
@@ -392,47 +354,4 @@ class Worker:
                 self._cache.publish(sequence, state.prefix, with_tail=True)
             self._cache.release(state.prefix)
         sequence.table.clear()
-        self._send(self._finished(sequence, state, reason, error))
-
-    @staticmethod
-    def _finished(
-        sequence: Sequence, state: _Running, reason: str, error: tuple[str, str] | None = None
-    ) -> Finished:
-        submit, clock, now = sequence.submit, state.clock, time.monotonic()
-        admitted = clock.admitted or now
-        looked_up = clock.looked_up or admitted
-        first_token = clock.first_token or now
-        return Finished(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            sample_index=submit.sample_index,
-            reason=reason,
-            num_cached_tokens=state.num_cached_tokens,
-            queued_s=admitted - clock.submitted,
-            lookup_s=looked_up - admitted,
-            prefill_s=first_token - looked_up,
-            decode_s=now - first_token,
-            preempted_s=clock.preempted_s,
-            num_preemptions=sequence.num_preemptions,
-            stop_token_id=sequence.tokens[-1] if reason == "stop" else None,
-            error=error,
-        )
-
-    # -- hand-off to another worker -------------------------------------------------------------
-
-    def _hand_off(self, sequence: Sequence) -> None:
-        """Its prefill is done: give the seat and unpublished blocks back, keep the lease."""
-        state = self._states.pop(sequence)
-        self._scheduler.finish(sequence)
-        sequence.table.clear()
-        self._hand_offs.append(_HandOff(sequence, state))
-
-    def _tell_prefilled(self, hand_off: _HandOff) -> None:
-        if not hand_off.is_told:
-            hand_off.is_told = True
-            self._send(self._finished(hand_off.sequence, hand_off.state, "prefilled"))
-
-    def _end_hand_off(self, hand_off: _HandOff) -> None:
-        self._hand_offs.remove(hand_off)
-        if self._cache is not None and hand_off.state.prefix is not None:
-            self._cache.release(hand_off.state.prefix)
+        self._send(finished(sequence, state, reason, error))
