@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cachewarmd import options
 from engine.errors import StartError
 
 _PROBE_TIMEOUT_S = 1.0
@@ -96,6 +97,7 @@ class GrpcAddress:
         if len(os.fsencode(self._private_path)) > _MAX_UNIX_PATH:
             raise StartError(f"{path}: at most {_MAX_UNIX_PATH - 12} bytes are allowed")
         try:
+            options.ensure_private_dir(path.parent)
             if path.exists() and not stat.S_ISSOCK(path.lstat().st_mode):
                 raise StartError(f"{path}: is there and no socket")
             before = os.umask(0o177)
@@ -104,7 +106,7 @@ class GrpcAddress:
                 server.add_insecure_port(f"unix:{self._private_path}")
             finally:
                 os.umask(before)
-        except (OSError, RuntimeError) as exc:
+        except (OSError, RuntimeError, options.OptionError) as exc:
             raise StartError(f"{path}: can't be bound: {exc}") from exc
 
     @staticmethod

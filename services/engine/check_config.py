@@ -18,7 +18,7 @@ from engine.worker_config import private_block_bytes
 
 def faults(config: ServeConfig, environ: Mapping[str, str]) -> list[str]:
     """One line for each. Looks only, changes nothing."""
-    return [*_model(config), *_cpus(config), *_sockets(config, environ), *_roles(config)]
+    return [*_model(config), *_cpus(config), *_sockets(config, environ)]
 
 
 def _worker_roles(config: ServeConfig) -> tuple[str, ...]:
@@ -76,9 +76,3 @@ def _complaints(check: Callable[[Path], None], path: Path) -> Sequence[str]:
     except OptionError as exc:
         return exc.errors
     return ()
-
-
-def _roles(config: ServeConfig) -> list[str]:
-    if config.cachewarmd == "off" and "prefill" in dict(config.workers):
-        return ["workers: prefill and decode hand over through cachewarmd, which is off"]
-    return []

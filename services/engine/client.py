@@ -86,6 +86,7 @@ class _Stream:
     wants_ids: bool
     accepted: Accepted | None = None
     ids: list[int] = field(default_factory=list)
+    has_flushed: bool = False  # the text held back to the end has come; only Done is missing
     num_resumed: int = 0
 
     def take(self, response: pb.GenerateResponse) -> Event | None:
@@ -97,6 +98,9 @@ class _Stream:
                 return None if was_accepted else event
             case Text():
                 self.ids.extend(event.token_ids)
+                if self.has_flushed and self.num_resumed:
+                    return None
+                self.has_flushed = not event.num_tokens
                 return event if self.wants_ids else replace(event, token_ids=())
             case Done():
                 return replace(event, num_resumed=self.num_resumed)
@@ -194,21 +198,24 @@ class EngineClient(AbstractContextManager["EngineClient"]):
 
     def _follow(self, stream: _Stream, timeout: float | None, resume_s: float) -> Iterator[Event]:
         end = None if timeout is None else time.monotonic() + timeout
-        give_up = 0.0
+        give_up, lost = 0.0, None
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
             call = self._stub.Generate(stream.rest(), timeout=left)
             try:
                 for response in call:
-                    give_up = 0.0
+                    give_up, lost = 0.0, None
                     if (event := stream.take(response)) is not None:
                         yield event
                 return
             except grpc.RpcError as exc:
                 error = call_error(exc)
+                lost = lost or error  # that is what happened; the next ones are of the search
                 give_up = give_up or time.monotonic() + resume_s
-                if not stream.can_resume(error) or time.monotonic() >= give_up:
+                if not stream.can_resume(error):
                     raise error from exc
+                if time.monotonic() >= give_up:
+                    raise lost from exc
             finally:
                 call.cancel()
             stream.num_resumed += 1

@@ -95,6 +95,11 @@ def serve_config(found: Mapping[str, Setting]) -> ServeConfig:
         )
     if config.listen and not port.is_default:
         errors.append(f"{listen.where}: excludes {port.where}: a Unix socket has no port")
+    if config.cachewarmd == "off" and "prefill" in dict(config.workers):
+        errors.append(
+            f"{found['workers'].where}: prefill and decode hand over through cachewarmd; "
+            f"{found['cachewarmd'].where}: it is off"
+        )
     if not config.external_workers:
         for name in unused_overrides(config):
             errors.append(f"{found[name].where}: no worker has this role: {_roles(config)}")

@@ -58,6 +58,8 @@ class HandOffs:
         """Another worker has what it needs, or nobody needs it; unknown attempts are no-ops."""
         for hand_off in list(self._open):
             if hand_off.sequence.submit.attempt == attempt:
+                if not hand_off.is_told:  # the front waits for a last word
+                    self._send(finished(hand_off.sequence, hand_off.state, "cancelled"))
                 self._end(hand_off)
 
     def _end(self, hand_off: _HandOff) -> None:

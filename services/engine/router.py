@@ -112,7 +112,7 @@ class Router:
     def submit(self, samples: Sequence[ActiveRequest]) -> None:
         """Take a request on. Raises DuplicateRequestIdError, QueueFullError."""
         request_id = samples[0].submit.request_id
-        if any((request_id, index) in self._active for index in range(len(samples))):
+        if any(active_id == request_id for active_id, _ in self._active):
             raise errors.DuplicateRequestIdError(f"request_id {request_id} is active")
         if len(self._active) + len(samples) > self._max_active:
             raise errors.QueueFullError(f"{self._max_active} requests are queued or running")
@@ -156,10 +156,17 @@ class Router:
             group.discard(request)
         self._suspects = [group for group in self._suspects if group]
         self._release(request)
+        self._detach(request)
+
+    def _detach(self, request: ActiveRequest) -> None:
+        """Its worker has nothing more to do with it. One that is idle now can test suspects."""
         worker, request.worker = request.worker, None
-        if worker is not None:
-            worker.requests.discard(request)
-            self._clear(request, worker)
+        if worker is None:
+            return
+        worker.requests.discard(request)
+        self._clear(request, worker)
+        if not worker.requests and not worker.under_test:
+            self._test_next(worker)
 
     # -- placing --------------------------------------------------------------------------------
 
@@ -270,10 +277,18 @@ class Router:
         )
         return True
 
-    def no_worker_left(self) -> None:
-        """Nobody will come: fail what waits."""
+    def no_worker_left(self, *, is_stopping: bool = False) -> None:
+        """Nobody will come: fail what waits. `is_stopping`: the server was told to stop."""
+        if is_stopping:
+            self.fail_all(errors.DrainingError("the server stopped before the request was done"))
+        else:
+            self.fail_all(errors.NoWorkerError("no worker could be started"))
+
+    def fail_all(self, error: errors.EngineError) -> None:
+        """End every request; workers are not told."""
         for request in list(self._active.values()):
-            request.events.put_nowait(errors.NoWorkerError("no worker could be started"))
+            self._leave(request)
+            request.events.put_nowait(error)
 
     def on_message(self, message: Output | Finished | Progress) -> bool:
         """What a worker says of a request; stale attempts are dropped.
@@ -326,10 +341,12 @@ class Router:
                 prefiller.send(Abort(attempt))
 
         request.prefilled, request.release = message, release
-        prefiller.requests.discard(request)
-        request.worker = None
-        self._clear(request, prefiller)
-        self._place(request)
+        if request.is_aborted:
+            self._end_as_cancelled(request)  # the Abort and this message crossed
+            return
+        self._detach(request)
+        if request.worker is None:
+            self._place(request)
 
     @staticmethod
     def _release(request: ActiveRequest) -> None:

@@ -66,8 +66,9 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Positions it may come to fill; the last output token's KV is never needed."""
-        return max(self.num_prompt + max(self.submit.max_tokens, 1) - 1, len(self.tokens))
+        """Positions it may come to fill here; the last output token's KV is never needed."""
+        num_new = 1 if self.submit.hand_off else max(self.submit.max_tokens, 1)
+        return max(self.num_prompt + num_new - 1, len(self.tokens))
 
     @property
     def is_prefilling(self) -> bool:
@@ -188,8 +189,12 @@ class Scheduler:
 
     def _can_follow(self, sequence: Sequence) -> bool:
         """Will a running sequence soon have computed at least a block of what this one needs?"""
+        # Its last token it computes itself. Nobody waits for one that others may go before.
+        most = len(sequence.tokens) - 1
         return any(
-            leader.is_prefilling and sequence.num_shared_with(leader) > leader.num_computed
+            leader.is_prefilling
+            and leader.order < sequence.order
+            and min(sequence.num_shared_with(leader), most) > leader.num_computed
             for leader in self._running
         )
 

@@ -44,14 +44,15 @@ _log = structlog.get_logger()
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 _MAX_MESSAGE_BYTES = 16 << 20
-_SERVER_OPTIONS = (
+SERVER_OPTIONS = (
     # Without it two servers share a port in silence.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
-    # Clients may ping through a long silent prefill; this is the option that counts.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Clients may ping every 10 s through a long silent prefill; this is the option that counts.
+    # Half of that, because a ping that comes a moment early is held against them.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # A peer that is gone without a word is noticed by these.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -87,7 +88,7 @@ class Front:
         self._stop = asyncio.Event()
         self._cut = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_provided = False
+        self._provider: asyncio.Task[None] | None = None
         self._http: HttpServer | None = None
 
     async def run(self) -> None:
@@ -98,7 +99,6 @@ class Front:
         started_daemon = False
         try:
             async with self._bound() as server:
-                await self._tell_health()
                 if self._socket is not None:
                     size = self._config.pool_bytes
                     started_daemon = await daemon.ensure_daemon(self._socket, size)
@@ -112,7 +112,7 @@ class Front:
     async def _bound(self) -> AsyncIterator[grpc.aio.Server]:
         """All addresses are ours, before anything that takes long is begun. Raises StartError."""
         config = self._config
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         with self._address.bind(server), contextlib.ExitStack() as stack:
             self._workers = self._make_workers()
             self._metrics = self._make_metrics(self._workers)
@@ -126,6 +126,7 @@ class Front:
                 self._http = stack.enter_context(HttpServer(app, config.host, config.http_port))
                 self._begin(self._http.run())
             self._add_services(server)
+            await self._tell_health()  # before anybody can ask
             await server.start()
             self._address.publish()
             try:
@@ -249,21 +250,28 @@ class Front:
         state = self._state
         state.has_workers = ready is not None
         if ready is not None:
-            is_first, state.worker = state.worker is None, ready
+            before, state.worker = state.worker, ready
             state.max_positions = self._workers.max_positions
-            if is_first:
+            if before is None:
                 self._announce(ready)
-            if self._socket is not None and not self._is_provided:
-                self._is_provided = True
-                provider = daemon.WarmupProvider(
-                    self._socket,
-                    self._router,
-                    self._tokenizer,
-                    state.model_name,
-                    state.model.max_context,
-                )
-                self._begin(provider.run(ready))
+            if before is None or before.stamp != ready.stamp:
+                self._provide(ready)
         self._begin(self._tell_health())
+
+    def _provide(self, ready: WorkerReady) -> None:
+        """Compute warm-up items for what is served now."""
+        if self._provider is not None:
+            self._provider.cancel()
+        if self._socket is not None:
+            state = self._state
+            provider = daemon.WarmupProvider(
+                self._socket,
+                self._router,
+                self._tokenizer,
+                state.model_name,
+                state.model.max_context,
+            )
+            self._provider = self._begin(provider.run(ready))
 
     def _announce(self, ready: WorkerReady) -> None:
         state = self._state

@@ -40,6 +40,7 @@ class CachedPrefix:
     num_sealed_blocks: int  # leading full blocks that are sealed or on their way
     num_tokens: int  # positions covered by the blocks that were found
     may_publish: bool = True
+    is_released: bool = False
 
     @property
     def is_lost(self) -> bool:
@@ -195,7 +196,8 @@ class SharedCache:
         except CachewarmError:
             publish.prefix.may_publish = False
         for (index, private), block in zip(publish.blocks, sealed, strict=False):
-            if block.num_tokens == self._block_size:
+            # Without its lease nothing would keep the shared block.
+            if block.num_tokens == self._block_size and not publish.prefix.is_released:
                 shared = self._shared(publish.prefix.link, block)
                 publish.request.table.replace(index, private, shared)
         for _, private in publish.blocks:
@@ -203,6 +205,7 @@ class SharedCache:
 
     def release(self, prefix: CachedPrefix) -> None:
         """Give the lease back; it follows what was published before on the same connection."""
+        prefix.is_released = True
         _release(prefix.link, prefix.lease)
 
     @property

@@ -115,9 +115,6 @@ def _continuation(request: pb.GenerateRequest, limits: Limits, checker: _Checker
             "unset",
             "the digest that Accepted told",
         )
-        if request.stopping.HasField("max_tokens"):
-            most = request.stopping.max_tokens
-            checker.check(len(ids) <= most, "continue_from", f"{len(ids)} ids", f"at most {most}")
     expected = request.expected_weights_sha256
     if expected and expected != limits.weights_sha256:
         raise errors.WeightsChangedError(
@@ -171,6 +168,10 @@ def make_submits(
         most = min(limits.max_context, limits.max_positions + 1)
         max_tokens = max(1, most - len(ids), stopping.min_tokens)
     _check_lengths(len(ids), max_tokens, limits)
+    count = len(request.continue_from)
+    allowed = f"at most max_tokens, which is {max_tokens}"
+    checker.check(count <= max_tokens, "continue_from", f"{count} ids", allowed)
+    checker.done()
     ends = [] if stopping.ignore_eos else list(limits.eos_token_ids)
     has_seed = request.sampling.HasField("seed")
     submit = Submit(

@@ -25,7 +25,7 @@ import structlog
 from cachewarmd import options
 from engine.channel import AsyncChannel, BrokenChannelError
 from engine.config import WorkerConfig
-from engine.errors import StartError
+from engine.errors import StartError, WeightsChangedError
 from engine.request import (
     Finished,
     FromWorker,
@@ -121,6 +121,7 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
         self._was_ready = False
+        self._stamp = ""  # of what was served last
         self._stopping = False
         self.on_stats: Callable[[int, Stats], None] = lambda pid, stats: None
         self.on_gone: Callable[[int], None] = lambda pid: None
@@ -181,10 +182,10 @@ class WorkerPool:
                         self._spawn_task(self._keep(role))
             await self._failure
         finally:
-            self._stopping = True
+            was_told, self._stopping = self._stopping, True
             for worker in self.live:
                 worker.channel.close()
-            self._router.no_worker_left()
+            self._router.no_worker_left(is_stopping=was_told)
             await self._close()
 
     def _spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -361,6 +362,12 @@ class WorkerPool:
             # A request may go from one to the other: they must compute the same.
             _log.error("worker_refused_other_stamp", pid=worker.pid, stamp=ready.stamp)
             return False
+        if self._stamp not in ("", ready.stamp):
+            # The last one of the old stamp is gone: nobody can continue what it began.
+            _log.warning("weights_changed", stamp=ready.stamp)
+            text = f"weights {ready.weights_sha256} are served now"
+            self._router.fail_all(WeightsChangedError(text))
+        self._stamp = ready.stamp
         worker.ready, self._was_ready = ready, True
         self._fill_places()
         return True

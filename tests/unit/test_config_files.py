@@ -339,6 +339,17 @@ def test_a_table_for_a_role_without_workers_is_refused(tmp_path: Path) -> None:
     assert load(tmp_path, make=config.worker_side).for_role("decode").max_num_seqs == 1
 
 
+def test_roles_without_a_daemon_are_refused(tmp_path: Path) -> None:
+    """They hand over through it; both settings are named, wherever they stand."""
+    write(tmp_path / "engine.toml", "workers = { prefill = 1, decode = 1 }")
+    assert load(tmp_path).workers == (("prefill", 1), ("decode", 1))
+    assert refusals(tmp_path, "--cachewarmd", "off") == (
+        f"{tmp_path / 'engine.toml'}: workers: prefill and decode hand over through cachewarmd; "
+        "--cachewarmd: it is off",
+    )
+    assert load(tmp_path, "--cachewarmd", "off", "--workers", "unified=2").cachewarmd == "off"
+
+
 def test_roles_have_no_flags_and_no_variables(tmp_path: Path) -> None:
     """They are the file's alone."""
     assert "worker.decode" not in parser().format_help()
@@ -467,12 +478,11 @@ def test_check_config_says_ok_and_leaves_no_trace(
 def test_check_config_of_serve_tells_every_fault(
     quiet: Path, m_rand_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Model, pools, CPUs, roles and sockets, each in a line; the exit status is 2."""
+    """Model, pools, CPUs and sockets, each in a line; the exit status is 2."""
     (quiet / "cachewarm").mkdir(0o777)
     (quiet / "cachewarm").chmod(0o777)
     text = """
     workers = { prefill = 1, decode = 1 }
-    cachewarmd = "off"
     worker-cpus = [8000]
     [worker.decode]
     private-pool-bytes = 1
@@ -489,11 +499,10 @@ def test_check_config_of_serve_tells_every_fault(
         "tokenizer.json",
         "worker-cpus [8000] is not allowed: among",
         f"{quiet / 'cachewarm'}: must belong to this user",
-        "prefill and decode hand over through cachewarmd, which is off",
     ):
         (line,) = [line for line in err.splitlines() if named in line]
         assert line.startswith("cachewarm-engine: error: ")
-    assert len(err.splitlines()) == 5
+    assert len(err.splitlines()) == 4
     assert engine_main.main(["serve", "--model", "/nowhere", *flags]) == 2
     assert "model directory /nowhere does not exist" in capsys.readouterr().err
 
