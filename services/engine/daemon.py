@@ -16,8 +16,8 @@ from cachewarmd.v1 import control_pb2 as pb
 from engine import errors
 from engine.request import Finished, Output, Progress, SamplingParams, Submit, WorkerReady
 from engine.router import ActiveRequest, Router
+from engine.spawn import entry_command
 from engine.tokenizer import Tokenizer
-from engine.workers import entry_command
 
 _log = structlog.get_logger()
 

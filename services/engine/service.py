@@ -14,6 +14,7 @@ import msgspec
 from engine import __version__, daemon, errors, validate
 from engine.chat import ChatEncoder
 from engine.generation import Generation
+from engine.live_worker import LiveWorker
 from engine.metrics import EngineMetrics, RequestClock
 from engine.models.config import ModelConfig
 from engine.output_text import OutputText
@@ -23,7 +24,7 @@ from engine.status import Context, as_engine_error, end_with, unary
 from engine.tokenizer import Tokenizer, TokenizerError
 from engine.v1 import engine_pb2 as pb
 from engine.v1.engine_pb2_grpc import EngineServiceServicer
-from engine.workers import LiveWorker, WorkerPool
+from engine.workers import WorkerPool
 
 # A text this long is tokenised beside the loop, which has streams to serve.
 _LONG_TEXT = 16 << 10

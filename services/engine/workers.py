@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
-import socket
 import stat
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from cachewarmd import options
-from engine.channel import AsyncChannel, BrokenChannelError
+from engine.channel import BrokenChannelError
 from engine.config import WorkerConfig
 from engine.errors import StartError, WeightsChangedError
+from engine.live_worker import LiveWorker, greet
 from engine.request import (
     Finished,
     FromWorker,
@@ -37,55 +34,17 @@ from engine.request import (
     WorkerHello,
     WorkerReady,
 )
-from engine.router import RoutedWorker, Router
+from engine.router import Router
+from engine.spawn import worker_command, worker_environment
 
 _log = structlog.get_logger()
 
 _DIAL_TIMEOUT_S = 60.0
-_HELLO_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 5.0
 _MAX_FAILED_STARTS = 3
 _RETRY_S = 1.0
 _STATS_EVERY_S = 1.0
 _STATS_TIMEOUT_S = 2.0
-
-
-def entry_command(program: str) -> list[str]:
-    """Command line of one of our programs with this interpreter; -P keeps stray files out."""
-    code = f"import sys; from {program}.__main__ import main; sys.exit(main())"
-    return [sys.executable, "-P", "-c", code]
-
-
-def worker_environment() -> dict[str, str]:
-    """Spinning OpenMP threads starve a busy machine: they wait passively unless told otherwise."""
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-
-
-@dataclass(eq=False)
-class LiveWorker:
-    """A worker that dialled in. `routed` is None while it is a spare."""
-
-    pid: int
-    pidfd: int
-    role: str
-    channel: AsyncChannel
-    ready: WorkerReady | None = None
-    routed: RoutedWorker | None = None
-    stats: Stats | None = None
-    asked_at: float = 0.0  # a StatsRequest that is not answered; 0 = none
-    heard_at: float = 0.0
-    stats_waiters: list[asyncio.Future[Stats]] = field(default_factory=list)
-
-    def kill(self) -> None:
-        """SIGKILL, whatever state it is in. A pid that was taken by another is not hit."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-
-    def ask(self, now: float) -> None:
-        """For its counts, which is also how it shows that it lives."""
-        if not self.asked_at:
-            self.asked_at = now
-            self.channel.send(StatsRequest())
 
 
 class WorkerPool:
@@ -251,14 +210,7 @@ class WorkerPool:
     async def _one_life(self, role: str) -> bool:
         """Spawn a worker and wait until it is gone; was it ever ready?"""
         process = await asyncio.create_subprocess_exec(
-            *entry_command("engine"),
-            "worker",
-            "--role",
-            role,
-            "--front",
-            f"unix:{self._path}",
-            "--config-json",
-            self._configs[role].to_json(),
+            *worker_command(role, self._path, self._configs[role]),
             stdin=asyncio.subprocess.DEVNULL,
             env=worker_environment(),
         )
@@ -295,27 +247,19 @@ class WorkerPool:
 
     async def _on_dial(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A process has connected; who it is, the kernel says."""
-        channel = AsyncChannel(reader, writer)
-        peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid = int.from_bytes(peer[:4], sys.byteorder)
         try:
-            hello = await asyncio.wait_for(channel.receive(), _HELLO_TIMEOUT_S)
-            if not isinstance(hello, WorkerHello):
-                raise BrokenChannelError("no hello")
-            worker = LiveWorker(pid, os.pidfd_open(pid), hello.role, channel)
-        except (TimeoutError, BrokenChannelError, OSError) as exc:
-            _log.warning("stranger_on_worker_socket", pid=pid, reason=str(exc))
-            channel.close()
+            worker = await greet(reader, writer)
+        except BrokenChannelError as exc:
+            _log.warning("stranger_on_worker_socket", reason=str(exc))
             return
-        ours = self._dialled.get(pid)
+        ours = self._dialled.get(worker.pid)
         if ours is not None and not ours.done():
             ours.set_result(worker)
-        elif self._is_external and hello.role in self._counts and not self._stopping:
+        elif self._is_external and worker.role in self._counts and not self._stopping:
             await self._hear(worker)
         else:
-            _log.warning("stranger_on_worker_socket", pid=pid, role=hello.role)
-            os.close(worker.pidfd)
-            channel.close()
+            _log.warning("stranger_on_worker_socket", pid=worker.pid, role=worker.role)
+            worker.close()
 
     async def _hear(self, worker: LiveWorker) -> None:
         """Everything a worker says, until it is gone."""
@@ -389,10 +333,9 @@ class WorkerPool:
 
     def _forget(self, worker: LiveWorker) -> None:
         self.live.remove(worker)
-        worker.channel.close()  # from here on nothing it says is heard
         if not self._stopping:
             worker.kill()  # it may be only hung, or wrong
-        os.close(worker.pidfd)
+        worker.close()  # from here on nothing it says is heard
         self.on_gone(worker.pid)
         for waiter in worker.stats_waiters:
             waiter.cancel()

@@ -24,6 +24,7 @@ import pytest
 
 from engine import errors
 from engine.channel import encode
+from engine.live_worker import LiveWorker
 from engine.request import (
     Finished,
     FromWorker,
@@ -39,7 +40,7 @@ from engine.request import (
     WorkerReady,
 )
 from engine.router import ActiveRequest, Router
-from engine.workers import LiveWorker, WorkerPool
+from engine.workers import WorkerPool
 
 PATIENCE_S = 10.0
 
@@ -278,7 +279,7 @@ async def test_one_that_says_nothing_is_cut_off(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection without a hello does not stay open for ever."""
-    monkeypatch.setattr("engine.workers._HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("engine.live_worker._HELLO_TIMEOUT_S", 0.05)
     async with site(short_dir) as s:
         stranger = await Fake.dial(s.path)
         s.fakes.append(stranger)
