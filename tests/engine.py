@@ -19,18 +19,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
 from cachewarmd.v1 import control_pb2
-from engine.client import Accepted, CallError, Done, EngineClient, Event, Text
+from engine.client import Accepted, CallError, Done, EngineClient, Event, Text, call_error
 from engine.v1 import engine_pb2 as pb
+from engine.v1.engine_pb2_grpc import EngineServiceStub
 from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
 
 START_S = 90.0  # torch is imported meanwhile, on a machine that may be busy
@@ -59,11 +66,25 @@ class Stream:
     """A request that is running; a thread of its own reads it to the end."""
 
     pieces: list[Text] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # when each piece came; monotonic, seconds
     accepted: Accepted | None = None
     done: Done | None = None
     error: CallError | None = None
     thread: threading.Thread | None = None
     _is_cancelled: bool = False
+
+    @classmethod
+    def begin(cls, events: Iterator[Event]) -> Stream:
+        """Read them in a thread of their own, from now on."""
+        stream = cls()
+        stream.thread = threading.Thread(target=stream.run, args=(events,), daemon=True)
+        stream.thread.start()
+        return stream
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids so far."""
+        return [token for piece in list(self.pieces) for token in piece.token_ids]
 
     def cancel(self) -> None:
         """Leave with the next message."""
@@ -77,6 +98,7 @@ class Stream:
                     case Accepted():
                         self.accepted = event
                     case Text():
+                        self.arrivals.append(time.monotonic())
                         self.pieces.append(event)
                     case Done():
                         self.done = event
@@ -95,11 +117,20 @@ class Stream:
         )
         assert self.error is None, self.error
 
-    def result(self) -> Generation:
-        """The whole answer, once it has ended; fails the test when it ended with an error."""
+    def wait_accepted(self) -> None:
+        """Returns when the request is queued; fails the test when it is refused."""
+        wait_until(lambda: self.accepted is not None or self.error is not None, "Accepted")
+        assert self.error is None, self.error
+
+    def join(self) -> None:
+        """Returns when it has ended, in whatever way."""
         assert self.thread is not None
         self.thread.join(3 * PATIENCE_S)
         assert not self.thread.is_alive(), "the stream did not end"
+
+    def result(self) -> Generation:
+        """The whole answer, once it has ended; fails the test when it ended with an error."""
+        self.join()
         if self.error is not None:
             raise self.error
         assert self.accepted is not None
@@ -126,7 +157,7 @@ class Engine:
     ) -> None:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="cwe-", dir="/tmp"))
         self._flags = ["--model", str(model_dir), "--cachewarmd", str(cachewarmd)]
-        self._flags += ["--port", str(port), *extra]
+        self._flags += extra if "--listen" in extra else ["--port", str(port), *extra]
         if "--http-port" not in extra:
             self._flags += ["--http-port", "off"]
         self._env = {**environment(), "XDG_RUNTIME_DIR": str(self.runtime_dir), **(env or {})}
@@ -139,6 +170,10 @@ class Engine:
     def start(self) -> Engine:
         """Returns when it serves; fails the test when it ends or hangs instead."""
         self.launch()
+        return self.wait_ready()
+
+    def wait_ready(self) -> Engine:
+        """The second half of `start`."""
         end = time.monotonic() + START_S
         while not (line := self._ready_line()):
             status = self.process.poll()
@@ -188,20 +223,41 @@ class Engine:
         """What front and worker wrote to stderr so far."""
         return self._stderr.read_text(errors="replace")
 
-    def worker_pid(self) -> int:
-        """Of the worker that runs now; waits for one that is being replaced."""
+    def worker_pid(self, role: str = "unified") -> int:
+        """Of a worker of that role that takes requests; waits for one that is being replaced."""
         found: list[int] = []
 
         def look() -> bool:
+            workers = self.info().workers
+            found[:] = [w.pid for w in workers if w.role == role and not w.is_spare]
+            return bool(found)
+
+        wait_started(look, f"a {role} worker")
+        return found[0]
+
+    def worker_pids(self, count: int) -> list[int]:
+        """Of at least that many workers that run now; waits for those that are being replaced."""
+        found: list[int] = []
+
+        def look() -> bool:
+            found.clear()
             with contextlib.suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(self.pid).children():
                     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                         if "--config-json" in child.cmdline():
                             found.append(child.pid)
-            return bool(found)
+            return len(found) >= count
 
-        wait_until(look, "a worker process")
-        return found[0]
+        wait_until(look, f"{count} worker processes")
+        return found
+
+    def keep_port(self) -> None:
+        """Whenever it is started again, it takes the port that it has now."""
+        self._flags[self._flags.index("--port") + 1] = str(self.port)
+
+    def http(self, path: str) -> tuple[int, Mapping[str, str], str]:
+        """GET over its HTTP port: status, headers (names in lower case) and body."""
+        return http_get(f"http://{self.ready['http_address']}{path}")
 
     # -- asking it ------------------------------------------------------------------------------
 
@@ -214,9 +270,10 @@ class Engine:
     def info(self) -> pb.GetServerInfoResponse:
         return self.client().server_info()
 
-    def worker(self) -> pb.WorkerInfo:
-        """Counts of the one worker."""
-        (worker,) = self.info().workers
+    def worker(self, role: str = "unified") -> pb.WorkerInfo:
+        """Counts of the one worker of that role that takes requests."""
+        workers = self.info().workers
+        (worker,) = [w for w in workers if w.role == role and not w.is_spare]
         return worker
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
@@ -233,23 +290,35 @@ class Engine:
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Stream:
         """Begin a request and return at once."""
         options.setdefault("timeout", 3 * PATIENCE_S)
-        stream = Stream()
-        events = self.client().generate(prompt, **options)
-        stream.thread = threading.Thread(target=stream.run, args=(events,), daemon=True)
-        stream.thread.start()
-        return stream
+        return Stream.begin(self.client().generate(prompt, **options))
 
-    def wait_idle(self) -> pb.WorkerInfo:
-        """Returns, with the worker's counts, when no request is there and no publish under way."""
+    @contextlib.contextmanager
+    def stub(self, **options: Any) -> Iterator[EngineServiceStub]:
+        """The bare RPCs, on a channel of their own that knows none of our client's settings."""
+        with grpc.insecure_channel(self.target, **options) as channel:
+            yield EngineServiceStub(channel)
+
+    def call(
+        self, request: pb.GenerateRequest, *, metadata: Sequence[tuple[str, str]] = ()
+    ) -> list[pb.GenerateResponse]:
+        """All messages of a request, as they came. Raises CallError."""
+        with self.stub() as stub:
+            try:
+                return list(stub.Generate(request, metadata=metadata))
+            except grpc.RpcError as exc:
+                raise call_error(exc) from exc
+
+    def wait_idle(self, role: str = "unified") -> pb.WorkerInfo:
+        """Returns, with `worker(role)`, when no request is there and no publish under way."""
 
         def is_idle() -> bool:
             info = self.info()
             if info.num_requests_running or info.num_requests_waiting or not info.workers:
                 return False
-            return info.workers[0].num_private_blocks_free == info.workers[0].num_private_blocks
+            return all(w.num_private_blocks_free == w.num_private_blocks for w in info.workers)
 
         wait_until(is_idle, f"an idle engine: {self.info()}")
-        return self.worker()
+        return self.worker(role)
 
     # -- ending it ------------------------------------------------------------------------------
 
@@ -260,21 +329,26 @@ class Engine:
         """SIGTERM; does not wait."""
         self.signal(signal.SIGTERM)
 
-    def kill_worker(self) -> int:
-        """SIGKILL the worker; returns its pid."""
-        pid = self.worker_pid()
+    def kill_worker(self, role: str = "unified") -> int:
+        """SIGKILL a worker of that role; returns its pid."""
+        pid = self.worker_pid(role)
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def kill_all(self) -> None:
-        """SIGKILL front and worker at once, and wait for both."""
-        worker = psutil.Process(self.worker_pid())
+        """SIGKILL front and workers at once, and wait for all."""
+        workers = []
+        for pid in self.worker_pids(0):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                workers.append(psutil.Process(pid))
         self.signal(signal.SIGKILL)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.kill()
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
         self.process.wait(PATIENCE_S)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.wait(PATIENCE_S)
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.wait(PATIENCE_S)
         self._drop_client()
 
     def wait(self, limit_s: float = PATIENCE_S) -> int:
@@ -322,13 +396,33 @@ class Engine:
             shutil.rmtree(self.runtime_dir)
 
 
+@contextlib.contextmanager
+def together(*engines: Engine) -> Iterator[None]:
+    """All of them, started two at a time because a start is computing, ended at the same time."""
+    with contextlib.ExitStack() as stack:
+        for first in range(0, len(engines), 2):
+            pair = engines[first : first + 2]
+            for engine in pair:
+                engine.launch()
+                stack.enter_context(engine)
+            for engine in pair:
+                engine.wait_ready()
+        yield
+        for engine in engines:
+            if engine.process.poll() is None:
+                engine.terminate()
+
+
 def serve_fails(
-    *flags: str, env: Mapping[str, str] | None = None, limit_s: float = START_S
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    http_port: str = "off",
+    limit_s: float = START_S,
 ) -> tuple[int, str]:
     """Run `serve` with a setting it can't accept: (exit status, stderr). Fails if it serves."""
     with tempfile.TemporaryDirectory(prefix="cwe-", dir="/tmp") as folder:
         ended = subprocess.run(
-            command("serve", "--http-port", "off", *flags),
+            command("serve", "--http-port", http_port, *flags),
             env={**environment(), "XDG_RUNTIME_DIR": folder, **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -339,6 +433,38 @@ def serve_fails(
     assert ended.returncode, f"it ended well: {ended.stdout}"
     assert "Traceback" not in ended.stderr, ended.stderr
     return ended.returncode, ended.stderr
+
+
+def wait_started(condition: Callable[[], bool], what: str) -> None:
+    """As `wait_until`, for what takes the start of a process that imports torch."""
+    end = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < end, f"never happened: {what}"
+        time.sleep(0.01)
+
+
+def http_get(url: str) -> tuple[int, Mapping[str, str], str]:
+    """Status, headers (names in lower case) and body; an error status is no exception."""
+    try:
+        reply = urllib.request.urlopen(url, timeout=PATIENCE_S)
+    except urllib.error.HTTPError as error:
+        reply = error
+    with reply:
+        headers = {name.lower(): value for name, value in reply.headers.items()}
+        return reply.status, headers, reply.read().decode()
+
+
+def details_of(error: grpc.RpcError) -> dict[str, Any]:
+    """The google.rpc details of a failed call, by the name of their message."""
+    status = rpc_status.from_call(error)
+    kinds = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+    found: dict[str, Message] = {}
+    for packed in status.details if status is not None else ():
+        for kind in kinds:
+            message = kind()
+            if packed.Unpack(message):
+                found[kind.DESCRIPTOR.name] = message
+    return found
 
 
 def make_prompt(length: int, salt: int) -> list[int]:

@@ -232,8 +232,11 @@ class Router:
                 self._test_next(worker)
                 self._place_all()
 
-    def worker_lost(self, worker: RoutedWorker) -> None:
-        """Its requests go to others, those that may have killed it in groups of their own."""
+    def worker_lost(self, worker: RoutedWorker, silent_since: float | None = None) -> None:
+        """Its requests go to others, those that may have killed it in groups of their own.
+
+        `silent_since` (of the clock) is when it was last heard: from then on its requests wait.
+        """
         self._workers.remove(worker)
         requests = sorted(worker.requests, key=lambda request: request.attempt)
         started = [request for request in requests if request.is_started] or requests
@@ -241,7 +244,7 @@ class Router:
         suspects = [request for request in started if request in under_test] or started
         untested = [request for request in requests if request in under_test.difference(started)]
         for request in requests:
-            self._lose(request)
+            self._lose(request, self._clock() if silent_since is None else silent_since)
         if len(started) == 1 and self._is_culprit(started[0]):
             suspects = []
         middle = (len(suspects) + 1) // 2
@@ -253,12 +256,12 @@ class Router:
                 self._test_next(other)
         self._place_all()
 
-    def _lose(self, request: ActiveRequest) -> None:
+    def _lose(self, request: ActiveRequest, since: float) -> None:
         request.worker = None
         if request.is_started:
             request.num_failovers += 1
             self.num_failovers += 1
-            request.lost_at = request.lost_at or self._clock()
+            request.lost_at = request.lost_at or since
         request.is_started = False
         if request.is_aborted:
             self._end_as_cancelled(request)  # the worker died before it read the Abort

@@ -342,7 +342,7 @@ class WorkerPool:
         routed, worker.routed = worker.routed, None
         if routed is None or self._stopping:
             return
-        self._router.worker_lost(routed)
+        self._router.worker_lost(routed, worker.heard_at)
         self._fill_places()
         if not self.can_serve:
             self._on_change(None)

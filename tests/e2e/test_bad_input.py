@@ -15,9 +15,8 @@ import pytest
 
 from engine.client import CallError, call_error
 from engine.v1 import engine_pb2 as pb
-from engine.v1.engine_pb2_grpc import EngineServiceStub
 from tests.daemon import environment
-from tests.engine import Engine, make_prompt, serve_fails
+from tests.engine import Engine, details_of, make_prompt, serve_fails
 from tests.fixtures.models import EOS, FIRST_BYTE, write_m_chain, write_m_rand
 
 INVALID = ("INVALID_ARGUMENT", "INVALID_PARAMETER")
@@ -57,6 +56,64 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], tuple[str, str], Sequence[str
     "min_p NaN": ([5], {"min_p": math.nan}, INVALID, ["sampling.min_p", "nan"]),
     "top_k -1": ([5], {"top_k": -1}, INVALID, ["sampling.top_k", "-1"]),
     "max_tokens -1": ([5], {"max_tokens": -1}, INVALID, ["stopping.max_tokens", "-1"]),
+    "min_tokens -1": ([5], {"min_tokens": -1}, INVALID, ["stopping.min_tokens", "-1"]),
+    "min_tokens over max_tokens": (
+        [5],
+        {"min_tokens": 5, "max_tokens": 4},
+        INVALID,
+        ["stopping.min_tokens", "5", "max_tokens", "4"],
+    ),
+    "a stop id out of the vocabulary": (
+        [5],
+        {"stop_token_ids": [7, 512]},
+        INVALID,
+        ["stopping.stop_token_ids", "512"],
+    ),
+    "too many stop ids": (
+        [5],
+        {"stop_token_ids": [7] * 1025},
+        INVALID,
+        ["stopping.stop_token_ids", "1025", "1024"],
+    ),
+    "too many stops": ([5], {"stop": ["x"] * 65}, INVALID, ["stopping.stop", "65", "64"]),
+    "no sample": ([5], {"n": 0}, INVALID, ["sampling.n", "1 to 64"]),
+    "too many samples": ([5], {"n": 65}, INVALID, ["sampling.n", "65", "1 to 64"]),
+    "going on with other weights": (
+        [5],
+        {"continue_from": [7], "expected_weights_sha256": "0" * 64},
+        ("FAILED_PRECONDITION", "WEIGHTS_CHANGED"),
+        ["0" * 64],
+    ),
+    "several samples going on": (
+        [5],
+        {"n": 2, "continue_from": [7]},
+        INVALID,
+        ["continue_from", "n = 2"],
+    ),
+    "going on with weights that are not named": (
+        [5],
+        {"continue_from": [7]},
+        INVALID,
+        ["expected_weights_sha256", "unset"],
+    ),
+    "going on without the seed": (
+        [5],
+        {"continue_from": [7], "temperature": 1.0},
+        INVALID,
+        ["sampling.seed", "unset"],
+    ),
+    "going on with more than is wanted": (
+        [5],
+        {"continue_from": [7, 8], "max_tokens": 1},
+        INVALID,
+        ["continue_from", "2 ids", "1"],
+    ),
+    "going on with an id out of the vocabulary": (
+        [5],
+        {"continue_from": [512]},
+        INVALID,
+        ["continue_from", "512"],
+    ),
     "two at once": ([5], {"top_k": -1, "max_tokens": -2}, INVALID, ["top_k", "max_tokens"]),
     "an id out of the vocabulary": ([5, 512], {}, INVALID, ["token_ids", "512"]),
     "no token ids": ([], {}, INVALID, ["prompt", "at least one"]),
@@ -88,8 +145,7 @@ def test_bad_requests_are_refused_by_name_and_a_good_stream_is_not_disturbed(
         assert (refused.value.status, refused.value.reason) == expected, name
         for part in named:
             assert part in refused.value.message, name
-    with grpc.insecure_channel(shared_engine.target) as channel:
-        stub = EngineServiceStub(channel)
+    with shared_engine.stub() as stub:
         for request, field in (
             (pb.GenerateRequest(), "prompt"),
             (pb.GenerateRequest(text="x", urgency=77), "urgency"),
@@ -106,22 +162,12 @@ def test_bad_requests_are_refused_by_name_and_a_good_stream_is_not_disturbed(
 
 def test_refusals_carry_the_fields_as_details(shared_engine: Engine) -> None:
     """A program finds the bad fields without reading the text."""
-    from google.rpc import error_details_pb2
-    from grpc_status import rpc_status
-
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]))
     request.sampling.top_k = -1
     request.stopping.max_tokens = -2
-    with grpc.insecure_channel(shared_engine.target) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            list(EngineServiceStub(channel).Generate(request))
-        status = rpc_status.from_call(caught.value)
-    found = {}
-    for detail in status.details:
-        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest):
-            message = kind()
-            if detail.Unpack(message):
-                found[kind.__name__] = message
+    with shared_engine.stub() as stub, pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request))
+    found = details_of(caught.value)
     assert found["ErrorInfo"].domain == "cachewarm"
     fields = [violation.field for violation in found["BadRequest"].field_violations]
     assert fields == ["sampling.top_k", "stopping.max_tokens"]
