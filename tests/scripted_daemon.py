@@ -48,7 +48,9 @@ class ScriptedDaemon:
     _num_leases: int = 0
 
     def __post_init__(self) -> None:
-        self.memory = np.zeros(self.num_slots * self.block_bytes, dtype=np.uint8)
+        self._memory = np.zeros(self.num_slots * self.block_bytes, dtype=np.uint8)
+        self.memory = self._memory[:]
+        self.memory.flags.writeable = False  # as the worker's map
         self._slots = [_Slot() for _ in range(self.num_slots)]
         self._index: dict[bytes, int] = {}
         self.link = Link(self, self, 1, ROOT, 1)  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ class ScriptedDaemon:
         self._memory_of(number)[:] = 0xEE
 
     def _memory_of(self, number: int) -> Bytes:
-        return self.memory[number * self.block_bytes : (number + 1) * self.block_bytes]
+        return self._memory[number * self.block_bytes : (number + 1) * self.block_bytes]
 
     def _block(self, number: int) -> pb.Block:
         slot = self._slots[number]

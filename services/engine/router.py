@@ -220,7 +220,7 @@ class Router:
             if all(self._role_of(request) == worker.role for request in group):
                 self._suspects.remove(group)
                 worker.under_test = group
-                for request in list(group):
+                for request in sorted(group, key=lambda request: request.attempt):
                     self._assign(request, worker)
                 return
 
@@ -289,6 +289,7 @@ class Router:
 
     def fail_all(self, error: errors.EngineError) -> None:
         """End every request; workers are not told."""
+        self._suspects.clear()
         for request in list(self._active.values()):
             self._leave(request)
             request.events.put_nowait(error)

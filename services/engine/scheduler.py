@@ -191,10 +191,11 @@ class Scheduler:
         """Will a running sequence soon have computed at least a block of what this one needs?"""
         # Its last token it computes itself. Nobody waits for one that others may go before.
         most = len(sequence.tokens) - 1
+        _, there = self.best_fork(sequence)
         return any(
             leader.is_prefilling
             and leader.order < sequence.order
-            and min(sequence.num_shared_with(leader), most) > leader.num_computed
+            and min(sequence.num_shared_with(leader), most) > there
             for leader in self._running
         )
 

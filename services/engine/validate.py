@@ -171,8 +171,15 @@ def make_submits(
     count = len(request.continue_from)
     allowed = f"at most max_tokens, which is {max_tokens}"
     checker.check(count <= max_tokens, "continue_from", f"{count} ids", allowed)
-    checker.done()
     ends = [] if stopping.ignore_eos else list(limits.eos_token_ids)
+    stops = sorted({*ends, *stopping.stop_token_ids})
+    checker.check(
+        not stopping.min_tokens or len(stops) < limits.vocab_size,
+        "stopping.min_tokens",
+        stopping.min_tokens,
+        "0 when every id stops",
+    )
+    checker.done()
     has_seed = request.sampling.HasField("seed")
     submit = Submit(
         request_id=request.request_id or secrets.token_hex(8),
@@ -183,7 +190,7 @@ def make_submits(
         resolved_seed=request.sampling.seed if has_seed else secrets.randbits(64),
         max_tokens=max_tokens,
         min_tokens=stopping.min_tokens,
-        stop_token_ids=sorted({*ends, *stopping.stop_token_ids}),
+        stop_token_ids=stops,
         bypass_cache=request.cache.bypass_prefix_cache,
         urgency=request.urgency or pb.URGENCY_NORMAL,
         priority=request.priority,

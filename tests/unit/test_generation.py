@@ -131,6 +131,7 @@ def test_b16_a_stop_text_ends_a_sample_however_its_worker_ended(
     stream.say("never seen")
     end = stream.end(reason, stop_token_id=44 if reason == "stop" else None)
     assert stream.text() == "one "
+    assert all(output.num_tokens for output in stream.outputs()), "a message about nothing"
     assert end.finished.finish_reason == pb.FINISH_REASON_STOP
     assert end.finished.stop_match == "END"
     assert not end.finished.HasField("stop_token_id"), "the text was there first"

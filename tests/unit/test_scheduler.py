@@ -339,15 +339,16 @@ def test_the_youngest_gives_way_and_comes_back_before_later_ones() -> None:
 
 
 def test_one_that_finds_no_block_sits_out_while_blocks_are_about_to_return() -> None:
-    """It keeps its seat, and what it has computed."""
-    engine = Engine(num_blocks=14, blocks_will_return=True)
-    requests = [engine.add(name, 12, max_tokens=9) for name in "abc"]
-    for _ in range(30):
+    """It keeps its seat and what it has computed; of what the oldest may need it takes nothing."""
+    engine = Engine(num_blocks=12, blocks_will_return=True)
+    oldest = engine.add("a", 8, max_tokens=25)  # 2 blocks, and 6 more to come
+    other = engine.add("b", 12, max_tokens=9)  # 3, and 2 to come: one too many for now
+    for _ in range(24):
         engine.step()
-    assert engine.preempted == []
-    assert requests[0].status is Status.FINISHED, "what the oldest needs was kept back"
-    engine.blocks_will_return = False
+    assert (oldest.num_output, other.num_output) == (24, 5)
+    assert "b" not in engine.rows[-1]
     engine.run()
+    assert engine.preempted == []
 
 
 # -- what begins alike --------------------------------------------------------------------------

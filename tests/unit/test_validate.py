@@ -297,6 +297,15 @@ def test_min_tokens_stay_below_max_tokens() -> None:
         submits(request(10, stopping_min_tokens=32), SMALL)
 
 
+# Not refused yet: the sampler then draws an id that the model does not have, or a stop id.
+def test_min_tokens_need_an_id_that_does_not_stop() -> None:
+    """Of a small vocabulary every id can be a stop id; then no token may come before."""
+    every = request(stopping_stop_token_ids=list(range(512)))
+    assert submit(every).stop_token_ids == list(range(512))
+    every.stopping.min_tokens = 1
+    assert refused(every)[0][0] == "stopping.min_tokens"
+
+
 # -- interrupted streams ------------------------------------------------------------------------
 
 
