@@ -139,6 +139,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         prompt: str | Sequence[int] = "",
         *,
         chat: Sequence[tuple[str, str]] | None = None,
+        template: str = "",
         max_tokens: int | None = None,
         min_tokens: int | None = None,
         stop: Sequence[str] = (),
@@ -162,6 +163,8 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         resume_s: float = 0.0,
     ) -> Iterator[Event]:
         """Stream a completion of a text, of token ids, or of a chat of (role, content).
+
+        `template` names one of the model's chat templates; "" is its default.
 
         When the front is lost in mid-stream, the same stream is taken up again from where it was,
         for `resume_s` seconds at most after each loss (n = 1 only). Raises CallError. Closing the
@@ -189,7 +192,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         )
         if chat is not None:
             messages = [pb.ChatMessage(role=role, content=content) for role, content in chat]
-            request.chat.CopyFrom(pb.Chat(messages=messages))
+            request.chat.CopyFrom(pb.Chat(messages=messages, template=template))
         elif isinstance(prompt, str):
             request.text = prompt
         else:

@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="PROMPT is a user's message, in the model's template"
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message before it")
+    parser.add_argument(
+        "--template", default="", metavar="NAME", help="with --chat: one of the model's templates"
+    )
     for name, kind, metavar in _TUNING:
         parser.add_argument(f"--{name}", type=kind, metavar=metavar)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
@@ -54,8 +57,8 @@ def run(flags: argparse.Namespace, program: str) -> int:
     """Returns the exit status."""
     from engine.client import CallError, EngineClient
 
-    if flags.system is not None and not flags.chat:
-        options.die(program, "--system: only with --chat", 2)
+    if (flags.system is not None or flags.template) and not flags.chat:
+        options.die(program, "--system and --template: only with --chat", 2)
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     chat = None
     if flags.chat:
@@ -69,6 +72,7 @@ def run(flags: argparse.Namespace, program: str) -> int:
             events = client.generate(
                 prompt,
                 chat=chat,
+                template=flags.template,
                 stop=flags.stop,
                 ignore_eos=flags.ignore_eos,
                 resume_s=flags.resume,

@@ -53,6 +53,7 @@ SERVER_OPTIONS = (
     # Clients may ping every 10 s through a long silent prefill; this is the option that counts.
     # Half of that, because a ping that comes a moment early is held against them.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),  # also on a channel that has no call
     # A peer that is gone without a word is noticed by these.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
