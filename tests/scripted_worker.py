@@ -242,6 +242,7 @@ class Bench:
     num_blocks: int = 64
     max_num_seqs: int = 8
     prefill_chunk: int = 16
+    lookup_budget: float = 0.02
     model: HashModel = field(default_factory=HashModel)
 
     def __post_init__(self) -> None:
@@ -266,6 +267,7 @@ class Bench:
             prefill_chunk=self.prefill_chunk,
             max_num_seqs=self.max_num_seqs,
             max_context=None,
+            lookup_budget=self.lookup_budget,
         )
         inbox = cast(Inbox, script)
         self.worker = worker = Worker(

@@ -42,6 +42,7 @@ class ServeConfig:
     external_workers: bool
     worker_socket: Path | None
     watchdog: float
+    lookup_budget: float
     worker_cpus: tuple[int, ...]
     private_pool_bytes: int | None
     block_size: int
@@ -174,6 +175,7 @@ class WorkerConfig:
     prefill_chunk: int
     max_num_seqs: int
     max_context: int | None
+    lookup_budget: float = 0.02
 
     def to_json(self) -> str:
         """For `from_json` in another process."""

@@ -171,6 +171,13 @@ _GENERAL = (
             "DURATION",
         ),
         Option(
+            "lookup-budget",
+            options.seconds,
+            0.02,
+            "how long a request waits for cachewarmd's answer; then it is computed cold",
+            "DURATION",
+        ),
+        Option(
             "worker-cpus",
             Kind(_cpus, "a CPU list, as 0-3,6", (list, str), lambda cpus: list(cpus or ()) or None),
             (),
@@ -242,6 +249,6 @@ WORKER_OPTIONS = tuple(
     if option.name
     in (
         *("model", "model-name", "model-version", "max-context", "backend", "cachewarmd"),
-        *("worker-socket", *ROLE_OVERRIDES, "block-size", "log-level"),
+        *("worker-socket", *ROLE_OVERRIDES, "block-size", "lookup-budget", "log-level"),
     )
 )

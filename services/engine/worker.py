@@ -39,7 +39,6 @@ from engine.shared_cache import SharedCache
 
 _log = structlog.get_logger()
 
-_MIN_LOOKUP_BUDGET_S = 0.020
 _LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
 _OWED_POLL_S = 0.5
 _BLOCKED_POLL_S = 0.005
@@ -65,6 +64,7 @@ class Worker:
         self._send = send
         self._inbox = inbox
         self._block_size = config.block_size
+        self._lookup_budget_s = config.lookup_budget
         self._executor = executor
         self._pool = pool
         self._cache = cache
@@ -193,7 +193,7 @@ class Worker:
         state.is_looked_up = True
         before, state.prefix = state.prefix, None
         if self._cache is not None and not submit.bypass_cache:
-            budget = _MIN_LOOKUP_BUDGET_S
+            budget = self._lookup_budget_s
             if not self._scheduler.num_running:  # else all of them would wait with it
                 estimate = self._seconds_per_token * len(sequence.tokens)
                 budget = max(budget, _LOOKUP_BUDGET_SHARE * estimate)

@@ -57,4 +57,5 @@ def worker_config(
         prefill_chunk=config.prefill_chunk,
         max_num_seqs=config.max_num_seqs,
         max_context=config.max_context,
+        lookup_budget=config.lookup_budget,
     )

@@ -112,6 +112,7 @@ def test_a_daemon_in_any_trouble_changes_no_token(
     workload: Workload, num_slots: int, trouble: tuple[int, dict[str, float]]
 ) -> None:
     """Late, full, evicting, lost and back: tokens as alone, all blocks and leases back."""
+    workload.bench.lookup_budget = 0.0
     site = Site(workload.bench, num_slots)
     seed, often = trouble
     chance = random.Random(seed)
@@ -132,7 +133,6 @@ def test_a_daemon_in_any_trouble_changes_no_token(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.shared_cache._LOOKUP_PAUSE_S", 0.0)
-        patch.setattr("engine.worker._MIN_LOOKUP_BUDGET_S", 0.0)
         patch.setattr("engine.worker._LOOKUP_BUDGET_SHARE", 0.0)
         script = site.run(workload.plan, on_turn)
     workload.check(script)
