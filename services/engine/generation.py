@@ -39,10 +39,10 @@ class _Sample:
 
 
 class Generation:
-    """`samples` share one request; text is held back until it is whole characters and no stop.
+    """`active` are the samples of one request, `texts` their detokenisers, which know the stops.
 
-    `stop` are the texts that end a sample. Tokens that `continue_from` brought are replayed one by
-    one, so that text which was held back then still comes.
+    Text is held back until it is whole characters and no stop. Tokens that `continue_from` brought
+    are replayed one by one, so that text which was held back then still comes.
     """
 
     def __init__(
