@@ -102,12 +102,6 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], tuple[str, str], Sequence[str
         INVALID,
         ["sampling.seed", "unset"],
     ),
-    "going on with more than is wanted": (
-        [5],
-        {"continue_from": [7, 8], "max_tokens": 1},
-        INVALID,
-        ["continue_from", "2 ids", "1"],
-    ),
     "going on with an id out of the vocabulary": (
         [5],
         {"continue_from": [512]},
