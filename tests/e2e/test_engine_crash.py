@@ -129,8 +129,9 @@ def test_a_killed_worker_costs_the_client_nothing(
         assert piece.first_output_index == index
         index += piece.num_tokens
     assert index == 300
-    assert waiting.result().done.num_failovers == 0, "it had not begun"
-    assert engine.info().num_failovers == failovers + 1
+    # It may have begun beside the first, finished even, or not.
+    others = waiting.result().done.num_failovers
+    assert engine.info().num_failovers == failovers + 1 + others
     assert engine.worker().pid not in (0, killed)
     engine.wait_idle()
 

@@ -288,7 +288,8 @@ def check_poison_ends(stream: Stream) -> None:
 def test_a_request_that_kills_workers_ends_alone(touchy_engine: Engine, jobs: list[Job]) -> None:
     """Of eight requests one kills every worker: it fails, the others never notice.
 
-    It takes six workers: with all, with one half, with two, and three times alone.
+    It takes seven workers at most: with all, with one half, with two, beside the innocent, and
+    three times alone.
     """
     wait_for_spare(touchy_engine)
     good = [*jobs, *jobs][: NUM_STREAMS - 1]
@@ -300,7 +301,7 @@ def test_a_request_that_kills_workers_ends_alone(touchy_engine: Engine, jobs: li
     for stream, job in zip(streams, good, strict=True):
         job.check(stream.result())
     assert any(stream.done is not None and stream.done.num_failovers for stream in streams)
-    assert 4 <= num_deaths(touchy_engine) - before <= 6
+    assert 1 + MAX_SOLO_DEATHS <= num_deaths(touchy_engine) - before <= 4 + MAX_SOLO_DEATHS
     jobs[0].check(touchy_engine.generate(jobs[0].prompt, **jobs[0].options))
 
 
