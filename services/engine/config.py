@@ -175,7 +175,7 @@ class WorkerConfig:
     prefill_chunk: int
     max_num_seqs: int
     max_context: int | None
-    lookup_budget: float = 0.02
+    lookup_budget: float  # seconds
 
     def to_json(self) -> str:
         """For `from_json` in another process."""

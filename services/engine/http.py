@@ -145,6 +145,7 @@ class _Protocol(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
 
+    # uvicorn narrows the transport's type itself.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_head()
@@ -214,7 +215,7 @@ class HttpServer:
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=_IDLE_TIMEOUT_S,
-                timeout_graceful_shutdown=_STOP_TIMEOUT_S,  # type: ignore[arg-type] # seconds
+                timeout_graceful_shutdown=_STOP_TIMEOUT_S,  # type: ignore[arg-type] # fractions of a second work
             )
         )
 

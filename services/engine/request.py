@@ -126,7 +126,6 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     num_running: int
     num_private_blocks_free: int
     num_shared_blocks_in_use: int
-    num_pending_publishes: int
     num_computed_tokens: int
     num_tail_copies: int
     num_preemptions: int

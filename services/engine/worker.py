@@ -149,7 +149,6 @@ class Worker:
             num_running=self._scheduler.num_running,
             num_private_blocks_free=self._pool.num_free,
             num_shared_blocks_in_use=sum(s.table.num_shared for s in running),
-            num_pending_publishes=self._cache.num_pending if self._cache is not None else 0,
             num_computed_tokens=self._num_computed,
             num_tail_copies=self._num_tail_copies,
             num_preemptions=self._scheduler.num_preemptions,

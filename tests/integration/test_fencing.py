@@ -127,6 +127,7 @@ class Site:
             prefill_chunk=128,
             max_num_seqs=8,
             max_context=None,
+            lookup_budget=0.25,
         )
         arguments = ("--front", f"unix:{dial or self.socket}", "--config-json", config.to_json())
         process = subprocess.Popen(

@@ -224,6 +224,7 @@ def test_a_workers_config_survives_its_journey() -> None:
         prefill_chunk=128,
         max_num_seqs=64,
         max_context=None,
+        lookup_budget=0.02,
     )
     assert WorkerConfig.from_json(made.to_json()) == made
 

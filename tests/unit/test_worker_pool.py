@@ -78,7 +78,7 @@ def make_ready(role: str = "unified", **fields: Any) -> WorkerReady:
 
 
 def make_stats(num_private_blocks_free: int = 10) -> Stats:
-    return Stats(0, 0, num_private_blocks_free, 0, 0, 0, 0, 0, {}, {}, 0, "private")
+    return Stats(0, 0, num_private_blocks_free, 0, 0, 0, 0, {}, {}, 0, "private")
 
 
 class Fake:
