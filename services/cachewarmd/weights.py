@@ -83,10 +83,11 @@ def _read_all(
     total = sum(file.identity[3] for file in files)
     done = 0
     digests = []
+    sizes = {name: place.chunk_bytes for name, place in placed.items()}
     phase = "hash" if target is None else "hash and pack"
     for file in files:
         digest = hashlib.sha256()
-        for start, chunk, tensor in chunks(file):
+        for start, chunk, tensor in chunks(file, sizes):
             digest.update(chunk)
             if tensor is not None and tensor.name in placed:
                 placed[tensor.name].write(start - tensor.start, chunk, target)

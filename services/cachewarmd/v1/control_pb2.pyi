@@ -33,6 +33,7 @@ class PackOp(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PACK_OP_UNSPECIFIED: _ClassVar[PackOp]
     PACK_OP_COPY: _ClassVar[PackOp]
     PACK_OP_CAST: _ClassVar[PackOp]
+    PACK_OP_PANELS: _ClassVar[PackOp]
 
 class ItemState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -60,6 +61,7 @@ ERROR_CODE_SHUTTING_DOWN: ErrorCode
 PACK_OP_UNSPECIFIED: PackOp
 PACK_OP_COPY: PackOp
 PACK_OP_CAST: PackOp
+PACK_OP_PANELS: PackOp
 ITEM_STATE_UNSPECIFIED: ItemState
 ITEM_STATE_PENDING: ItemState
 ITEM_STATE_RUNNING: ItemState
@@ -190,20 +192,24 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., extent_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ..., client_id: _Optional[int] = ...) -> None: ...
 
 class PackTensor(_message.Message):
-    __slots__ = ("name", "op", "shape", "dtype", "offset", "num_bytes")
+    __slots__ = ("name", "op", "shape", "dtype", "offset", "num_bytes", "row_group", "column_group")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROW_GROUP_FIELD_NUMBER: _ClassVar[int]
+    COLUMN_GROUP_FIELD_NUMBER: _ClassVar[int]
     name: str
     op: PackOp
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     offset: int
     num_bytes: int
-    def __init__(self, name: _Optional[str] = ..., op: _Optional[_Union[PackOp, str]] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    row_group: int
+    column_group: int
+    def __init__(self, name: _Optional[str] = ..., op: _Optional[_Union[PackOp, str]] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ..., row_group: _Optional[int] = ..., column_group: _Optional[int] = ...) -> None: ...
 
 class PackPlan(_message.Message):
     __slots__ = ("description", "tensors", "segment_bytes")
