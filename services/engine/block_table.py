@@ -14,6 +14,7 @@ Plain data and numpy; no torch, no clock, no I/O.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -112,7 +113,8 @@ Block = PrivateBlock | SharedBlock
 class BlockTable:
     """One request's blocks; counts what had to be copied.
 
-    `memories` are the bytes of `blocks`, kept beside them because every step needs all of them.
+    `memories` and `addresses` are where the bytes of `blocks` lie, kept beside them because every
+    step needs all of them.
     """
 
     def __init__(self, pool: PrivatePool, block_size: int) -> None:
@@ -120,6 +122,7 @@ class BlockTable:
         self.block_size = block_size
         self.blocks: list[Block] = []
         self.memories: list[Bytes] = []
+        self.addresses = array("Q")
         self.num_shared = 0
         self.num_tail_copies = 0
 
@@ -145,7 +148,7 @@ class BlockTable:
                 source = other.blocks[len(self.blocks) - 1]
                 if not isinstance(source, PrivateBlock) or not self._pool.num_free:
                     return start + last.num_tokens
-                del self.blocks[-1], self.memories[-1]  # the other's block holds more
+                self._pop()  # the other's block holds more
                 self.num_shared -= 1
         while (index := len(self.blocks)) < num_positions // self.block_size:
             block = other.blocks[index]
@@ -190,7 +193,7 @@ class BlockTable:
             if isinstance(block, SharedBlock):
                 private = self._pool.allocate()
                 private.memory[:] = block.memory
-                self.blocks[index], self.memories[index] = private, private.memory
+                self._put(index, private)
                 self.num_tail_copies += 1
                 self.num_shared -= 1
                 copied.append(block)
@@ -199,7 +202,7 @@ class BlockTable:
     def replace(self, index: int, private: PrivateBlock, shared: SharedBlock) -> None:
         """The published block takes the private one's place, if that is still there."""
         if index < len(self.blocks) and self.blocks[index] is private:
-            self.blocks[index], self.memories[index] = shared, shared.memory
+            self._put(index, shared)
             self.num_shared += 1
             self._pool.drop(private)
 
@@ -209,8 +212,21 @@ class BlockTable:
             if isinstance(block, PrivateBlock):
                 self._pool.drop(block)
         self.blocks, self.memories, self.num_shared = [], [], 0
+        self.addresses = array("Q")
 
     def _append(self, block: Block) -> None:
         self.blocks.append(block)
         self.memories.append(block.memory)
+        self.addresses.append(_address(block.memory))
         self.num_shared += isinstance(block, SharedBlock)
+
+    def _put(self, index: int, block: Block) -> None:
+        self.blocks[index], self.memories[index] = block, block.memory
+        self.addresses[index] = _address(block.memory)
+
+    def _pop(self) -> None:
+        del self.blocks[-1], self.memories[-1], self.addresses[-1]
+
+
+def _address(memory: Bytes) -> int:
+    return int(memory.__array_interface__["data"][0])

@@ -37,6 +37,7 @@ class ServeConfig:
     keep_daemon: bool
     pool_bytes: int | None
     backend: str
+    cpu_isa: str
     workers: tuple[tuple[str, int], ...]
     spare_workers: int
     external_workers: bool
@@ -164,6 +165,7 @@ class WorkerConfig:
 
     role: str
     backend: str
+    cpu_isa: str
     log_level: str
     model: Path
     model_name: str

@@ -84,7 +84,18 @@ _GENERAL = (
         Option("model-name", options.text, None, "name clients ask for (default: directory name)"),
         Option("model-version", options.text, "", "version name (default: digest of the weights)"),
         Option("max-context", options.integer(2, 1 << 24), None, "limit below the model's own"),
-        Option("backend", options.choice("auto", "reference"), "auto", "how the model is computed"),
+        Option(
+            "backend",
+            options.choice("auto", "cpu", "reference"),
+            "auto",
+            "what computes: cpu = native kernels (auto takes them), reference = torch, slow",
+        ),
+        Option(
+            "cpu-isa",
+            options.choice("auto", "avx512_bf16", "avx512", "avx2", "portable"),
+            "auto",
+            "instruction set of the native kernels; auto = the best that the CPU has",
+        ),
     ),
     *grouped(
         "address",
@@ -248,7 +259,7 @@ WORKER_OPTIONS = tuple(
     for option in _GENERAL
     if option.name
     in (
-        *("model", "model-name", "model-version", "max-context", "backend", "cachewarmd"),
+        *("model", "model-name", "model-version", "max-context", "backend", "cpu-isa", "cachewarmd"),
         *("worker-socket", *ROLE_OVERRIDES, "block-size", "lookup-budget", "log-level"),
     )
 )

@@ -67,6 +67,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
     weights_sha256: str
     stamp: str
     backend: str
+    backend_reason: str
     dtype: str
     kv_dtype: str
     block_size: int

@@ -278,8 +278,7 @@ class Front:
         state = self._state
         state.start_seconds = time.time() - psutil.Process().create_time()
         self._metrics.start_seconds({**ready.start_phases_s, "total": state.start_seconds})
-        why = "asked for" if self._config.backend == ready.backend else "the only one here"
-        self._metrics.backend(ready.backend, why)
+        self._metrics.backend(ready.backend, ready.backend_reason)
         line = {
             "event": "ready",
             "address": self._address.target,

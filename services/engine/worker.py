@@ -248,7 +248,7 @@ class Worker:
             sequence.tokens[chunk.start : chunk.end],
             chunk.start,
             chunk.write_from,
-            sequence.table.memories,
+            sequence.table,
             chunk.needs_logits,
         )
 

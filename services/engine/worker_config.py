@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import psutil
 
 from engine.config import ServeConfig, WorkerConfig
+from engine.executor.backends import backend_named
 from engine.models.config import ModelConfig
 
-_KV_ELEMENT_BYTES = 4  # float32
 _MEMORY_SHARE = 8  # a private pool that nobody sized takes one part in so many
 
 
 def private_block_bytes(config: ServeConfig, model: ModelConfig) -> int:
     """Bytes of one private KV block."""
-    return _KV_ELEMENT_BYTES * model.kv_elements_per_token * config.block_size
+    return backend_named(config.backend).block_bytes(model, config.block_size)
 
 
 def default_pool_bytes(config: ServeConfig, model: ModelConfig, available_bytes: int) -> int:
@@ -46,6 +46,7 @@ def worker_config(
     return WorkerConfig(
         role=role,
         backend=config.backend,
+        cpu_isa=config.cpu_isa,
         log_level=config.log_level,
         model=config.model,
         model_name=config.model_name,

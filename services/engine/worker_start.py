@@ -21,9 +21,9 @@ from engine.channel import BlockingChannel, BrokenChannelError
 from engine.config import WorkerConfig
 from engine.daemon_link import DaemonLink
 from engine.errors import ModelError
+from engine.executor.backends import ExecutorOptions, backend_named
 from engine.executor.base import Executor
 from engine.models.config import ModelConfig, load_config
-from engine.models.packing import reference_plan
 from engine.request import WorkerFailed, WorkerHello, WorkerReady
 from engine.shared_cache import SharedCache
 from engine.worker import Inbox, Worker
@@ -67,7 +67,7 @@ def _make_stamp(model: ModelConfig, weights: AttachedWeights, executor: Executor
         version=weights.version,
         weights_sha256=weights.weights_sha256.hex(),
         config_sha256=model.digest(),
-        compute_dtype="f32",
+        compute_dtype=executor.compute_dtype,
         weight_quantisation="none",
         kv_layout=f"{executor.kv_layout};{model.rope.label}",
         numerics=executor.numerics,
@@ -105,20 +105,12 @@ def _build(
 ) -> tuple[Worker, SharedCache | None, WorkerReady]:
     phases = _Phases()
     cpus = _pin(list(config.cpus))
-    if config.backend not in ("auto", "reference"):
-        raise ModelError(f"backend {config.backend!r} is not allowed: auto, reference")
-    # Only here: the front, and other backends, live without torch.
-    try:
-        from engine.executor.reference import ReferenceExecutor
-    except ModuleNotFoundError as exc:
-        raise ModelError(
-            f"the reference backend needs {exc.name}: pip install 'cachewarm[torch]'"
-        ) from exc
-
+    backend = backend_named(config.backend)
     phases.end("imports")
     model = load_config(config.model, config.max_context)
-    plan = reference_plan(model)
-    block_bytes = 4 * model.kv_elements_per_token * config.block_size
+    backend.check(model, config.block_size)
+    plan = backend.pack_plan(model)
+    block_bytes = backend.block_bytes(model, config.block_size)
     pool_bytes = config.private_pool_bytes // block_bytes * block_bytes
     if not pool_bytes:
         raise ModelError(
@@ -136,7 +128,8 @@ def _build(
         link = DaemonLink(config.cachewarmd, (pool_fd, pool_bytes), wake)
     weights, client = _attach_weights(config, plan, link)
     phases.end("weights")
-    executor = ReferenceExecutor(model, plan, weights.memory, config.block_size)
+    options = ExecutorOptions(config.block_size, config.cpu_isa)
+    executor = backend.build(model, plan, weights.memory, options)
     phases.end("executor")
     stamp = _make_stamp(model, weights, executor)
     cache = None
@@ -158,8 +151,9 @@ def _build(
         weights_sha256=weights.weights_sha256.hex(),
         stamp=stamp.digest().hex(),
         backend=executor.name,
-        dtype="f32",
-        kv_dtype="f32",
+        backend_reason=executor.why,
+        dtype=executor.compute_dtype,
+        kv_dtype=executor.kv_dtype,
         block_size=config.block_size,
         num_private_blocks=pool.num_blocks,
         max_num_seqs=config.max_num_seqs,

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from cachewarmd.v1 import control_pb2 as pb
+from engine.executor.backends import backend_named
 from engine.executor.base import Chunk
 from engine.models import packing
 from engine.models.config import ModelConfig
@@ -25,6 +26,9 @@ class ReferenceExecutor:
     """Implements `executor.base.Executor`."""
 
     name = "reference"
+    why = "asked for"
+    compute_dtype = "f32"
+    kv_dtype = "f32"
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class ReferenceExecutor:
         """`weights` is the packed segment, mapped; it is never written to."""
         self._shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         self._block_size = block_size
-        self.block_bytes = 4 * config.kv_elements_per_token * block_size
+        self.block_bytes = backend_named(self.name).block_bytes(config, block_size)
         self.kv_layout = f"L,KV,G,B,D;f32;B={block_size};rope=half-split"
         self.numerics = f"reference;torch={torch.__version__}"
         tensors = packing.views(plan, weights)
@@ -50,7 +54,7 @@ class ReferenceExecutor:
     def _run(self, chunk: Chunk) -> npt.NDArray[np.float32] | None:
         blocks = [
             _tensor(memory[: self.block_bytes].view(np.float32)).view(self._shape)
-            for memory in chunk.blocks
+            for memory in chunk.blocks.memories
         ]
 
         def kv_cache(

@@ -1,15 +1,21 @@
-"""Pack plans: which tensors the reference decoder wants, and where in the segment.
+"""Pack plans: which tensors a decoder wants, in what form, and where in the segment.
 
 0                     64-byte aligned
-+---------------------+------------------+----  float32, row-major, one tensor after the other
++---------------------+------------------+----  one tensor after the other
 | embed_tokens.weight | layers.0.…       | …
 +---------------------+------------------+----
   lm_head.weight too, where it is tied
+
+The reference has everything as float32, row-major. The native kernels have vectors as float32 and
+matrices as bfloat16 panels (`kernels/step.h`); each head is padded to whole panels, in the rows of
+q, k and v and in the columns of o.
+
+Plans follow from the config alone: no weight file is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -22,6 +28,7 @@ from engine.models.config import ModelConfig, load_config
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+PANEL = 32  # outputs of a panel
 _ALIGNMENT = 64
 
 
@@ -55,24 +62,59 @@ def _linear(
 
 
 def reference_plan(config: ModelConfig) -> pb.PackPlan:
-    """All tensors as float32. It follows from the config alone: no weight file is looked at.
+    """All tensors as float32."""
+    return _plan("reference float32", config, _as_float32)
 
-    A tied head has the embedding's place. Whoever packs then takes what the files have of the two
-    and refuses two that differ.
+
+def panel_plan(config: ModelConfig) -> pb.PackPlan:
+    """Matrices as bfloat16 panels, vectors as float32: for the native kernels."""
+
+    def item(name: str, shape: tuple[int, ...]) -> pb.PackTensor:
+        if len(shape) == 1:
+            return _as_float32(name, shape)
+        is_head_rows = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        row_group = config.head_dim if is_head_rows else 0
+        column_group = config.head_dim if name.endswith("o_proj.weight") else 0
+        return pb.PackTensor(
+            name=name,
+            op=pb.PACK_OP_PANELS,
+            shape=shape,
+            dtype="BF16",
+            num_bytes=2 * _padded(shape[0], row_group) * _padded(shape[1], column_group),
+            row_group=row_group,
+            column_group=column_group,
+        )
+
+    return _plan("bfloat16 panels", config, item)
+
+
+def _padded(size: int, group: int) -> int:
+    """Each group fills whole panels; 0 = all of it is one group."""
+    group = group or size
+    return size // group * -(-group // PANEL) * PANEL
+
+
+def _as_float32(name: str, shape: tuple[int, ...]) -> pb.PackTensor:
+    return pb.PackTensor(
+        name=name, op=pb.PACK_OP_CAST, shape=shape, dtype="F32", num_bytes=4 * prod(shape)
+    )
+
+
+def _plan(
+    description: str,
+    config: ModelConfig,
+    make_item: Callable[[str, tuple[int, ...]], pb.PackTensor],
+) -> pb.PackPlan:
+    """A tied head has the embedding's place. Whoever packs then takes what the files have of the
+    two and refuses two that differ.
     """
-    plan = pb.PackPlan(description="reference float32")
+    plan = pb.PackPlan(description=description)
     offset = 0
     for name, shape in _tensors(config):
-        num_bytes = 4 * prod(shape)
-        plan.tensors.add(
-            name=name,
-            op=pb.PACK_OP_CAST,
-            shape=shape,
-            dtype="F32",
-            offset=offset,
-            num_bytes=num_bytes,
-        )
-        offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        item = make_item(name, shape)
+        item.offset = offset
+        plan.tensors.append(item)
+        offset += -(-item.num_bytes // _ALIGNMENT) * _ALIGNMENT
     if config.tie_embeddings:
         plan.tensors.add().CopyFrom(plan.tensors[0])
         plan.tensors[-1].name = HEAD
@@ -81,7 +123,7 @@ def reference_plan(config: ModelConfig) -> pb.PackPlan:
 
 
 def views(plan: pb.PackPlan, memory: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[np.float32]]:
-    """Tensors in place, by name; read-only where the segment is."""
+    """Tensors of a float32 plan in place, by name; read-only where the segment is."""
     return {
         item.name: memory[item.offset : item.offset + item.num_bytes]
         .view(np.float32)
@@ -92,4 +134,4 @@ def views(plan: pb.PackPlan, memory: npt.NDArray[np.uint8]) -> dict[str, npt.NDA
 
 def plan_for_model_dir(model_dir: Path) -> bytes:
     """Serialised plan of the default backend, for `cachewarmd-ctl warmup`. Raises ModelError."""
-    return reference_plan(load_config(model_dir)).SerializeToString(deterministic=True)
+    return panel_plan(load_config(model_dir)).SerializeToString(deterministic=True)
