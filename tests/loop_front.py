@@ -84,6 +84,7 @@ def _service(model_dir: Path, router: Router, bench: Bench, chat: ChatEncoder) -
         weights_sha256="0" * 64,
         stamp="0" * 64,
         backend=bench.model.name,
+        backend_reason=bench.model.why,
         dtype="f32",
         kv_dtype="f32",
         block_size=BLOCK,

@@ -91,6 +91,9 @@ class HashModel:
     """Implements `executor.base.Executor`; keeps what it was given: the chunks of every step."""
 
     name = "hash"
+    why = "a test"
+    compute_dtype = "hash"
+    kv_dtype = "hash"
     block_bytes = BLOCK * KV_BYTES
     kv_layout = "hash"
     numerics = "hash"
@@ -106,9 +109,9 @@ class HashModel:
 
     def _run(self, chunk: Chunk, written: set[int]) -> Array | None:
         end = chunk.start + len(chunk.token_ids)
-        assert len(chunk.blocks) * BLOCK >= end, "positions without a block"
+        assert len(chunk.blocks.memories) * BLOCK >= end, "positions without a block"
         digest = hashlib.blake2b(
-            b"".join(block.tobytes() for block in chunk.blocks[: -(-end // BLOCK)])[
+            b"".join(block.tobytes() for block in chunk.blocks.memories[: -(-end // BLOCK)])[
                 : chunk.start * KV_BYTES
             ]
         )
@@ -116,7 +119,7 @@ class HashModel:
             kv = _kv(digest, token, position)
             if position >= chunk.write_from:
                 index, place = divmod(position, BLOCK)
-                target = chunk.blocks[index][place * KV_BYTES : (place + 1) * KV_BYTES]
+                target = chunk.blocks.memories[index][place * KV_BYTES : (place + 1) * KV_BYTES]
                 address = target.__array_interface__["data"][0]
                 assert address not in written, "two write to one place"
                 written.add(address)
@@ -256,6 +259,7 @@ class Bench:
         config = WorkerConfig(
             role="unified",
             backend="hash",
+            cpu_isa="auto",
             log_level="info",
             model=Path("hash"),
             model_name="hash",

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
+from tests import jobs
 from tests.engine import Engine, Generation, Stream, make_prompt
-from tests.jobs import Job, is_firm
+from tests.jobs import Job
 
 
-def solo_job(engine: Engine, model_dir: Path, prompt: Sequence[int], num_output: int) -> Job | None:
-    """The answer of an engine that is idle and reads no cache; None if it is nearly another."""
-    options = {"max_tokens": num_output}
-    alone = engine.generate(prompt, bypass_prefix_cache=True, **options)
-    if not is_firm(model_dir, prompt, alone.ids, {}):
-        return None
-    return Job(prompt, options, alone.ids, alone.text)
+def solo_job(engine: Engine, model_dir: Path, prompt: Sequence[int], num_output: int) -> Job:
+    """The answer of an engine that is idle and reads no cache."""
+    return jobs.solo_job(engine, model_dir, prompt, {"max_tokens": num_output})
 
 
 def solo_jobs(
     engine: Engine, model_dir: Path, lengths: Sequence[int], num_output: int, salt: int
 ) -> list[Job]:
     """One for each prompt length; `salt` sets them apart from other prompts of the module."""
-    salts = count(salt)
-    found = []
-    for length in lengths:
-        jobs = (solo_job(engine, model_dir, make_prompt(length, s), num_output) for s in salts)
-        found.append(next(job for job in jobs if job is not None))
-    return found
+    return [
+        solo_job(engine, model_dir, make_prompt(length, salt + number), num_output)
+        for number, length in enumerate(lengths)
+    ]
 
 
 def begin(engine: Engine, jobs: Sequence[Job], **options: object) -> list[Stream]:

@@ -259,7 +259,15 @@ WORKER_OPTIONS = tuple(
     for option in _GENERAL
     if option.name
     in (
-        *("model", "model-name", "model-version", "max-context", "backend", "cpu-isa", "cachewarmd"),
+        *(
+            "model",
+            "model-name",
+            "model-version",
+            "max-context",
+            "backend",
+            "cpu-isa",
+            "cachewarmd",
+        ),
         *("worker-socket", *ROLE_OVERRIDES, "block-size", "lookup-budget", "log-level"),
     )
 )

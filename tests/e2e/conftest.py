@@ -10,7 +10,8 @@ import pytest
 
 from tests.daemon import Daemon, module_daemon, short_dir
 from tests.engine import Engine
-from tests.fixtures.models import greedy_numpy
+from tests.fixtures.oracle import TOLERANCE, leads
+from tests.native import NativeModel
 
 __all__ = ["module_daemon", "short_dir"]
 
@@ -32,12 +33,13 @@ def shared_engine(shared_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def oracle(m_rand_dir: Path) -> Oracle:
-    """Greedy answers of M-rand by numpy in float64, of prompts that no rounding can tip over."""
+    """Greedy answers of M-rand, computed alone in this process."""
+    model = NativeModel(m_rand_dir)
 
     @cache
     def compute(prompt: tuple[int, ...], n: int) -> list[int]:
-        ids, margins = greedy_numpy(m_rand_dir, prompt, n)
-        assert min(margins) > 1e-2, "choose another prompt: this one has a near tie"
+        ids = model.greedy(prompt, n)
+        assert leads(m_rand_dir, prompt, ids).min() > -TOLERANCE, "not the greedy answer"
         return ids
 
     return lambda prompt, n: compute(tuple(prompt), n)

@@ -319,6 +319,6 @@ def test_without_torch_the_engine_names_what_to_install(m_rand_dir: Path, tmp_pa
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')\n")
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     settings = ("--model", str(m_rand_dir), "--cachewarmd", "off", "--port", "0")
-    status, stderr = serve_fails(*settings, env={"PYTHONPATH": paths})
+    status, stderr = serve_fails(*settings, "--backend", "reference", env={"PYTHONPATH": paths})
     assert status == 1
     assert "needs torch: pip install 'cachewarm[torch]'" in last_line(stderr)

@@ -19,7 +19,7 @@ from tests.engine import Engine, Stream, evict_all, make_prompt, together
 from tests.jobs import Job
 from tests.solo import begin, check_all, solo_jobs
 
-BLOCK = 16
+BLOCK = 32
 BLOCK_BYTES = BLOCK * 1024  # M-rand
 # A promise, and what a single one may take where other things keep the machine busy.
 LIMIT_S, OUTLIER_S = 1.0, 3.0
@@ -30,7 +30,7 @@ class Kind:
     """An engine of this module; each serves several tests because a start takes seconds."""
 
     chunk: int
-    num_blocks: int = 400
+    num_blocks: int = 200
     num_seats: int = 64
     has_daemon: bool = False
 
@@ -46,11 +46,11 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "chunk 1": Kind(1),
-    "chunk 15, 9 blocks, daemon": Kind(15, num_blocks=9, has_daemon=True),
+    "chunk 15, 5 blocks, daemon": Kind(15, num_blocks=5, has_daemon=True),
     "chunk 16": Kind(16),
-    "chunk 17, 9 blocks": Kind(17, num_blocks=9),
+    "chunk 17, 5 blocks": Kind(17, num_blocks=5),
     "chunk 32": Kind(32),
-    "chunk 64, 20 blocks": Kind(64, num_blocks=20),
+    "chunk 64, 10 blocks": Kind(64, num_blocks=10),
     "chunk 256, 2 seats, daemon": Kind(256, num_seats=2, has_daemon=True),
 }
 
@@ -248,7 +248,7 @@ def test_d13_a_request_that_is_preempted_gets_the_tokens_it_has_alone(
     engines: Mapping[str, Engine], pair: list[Job]
 ) -> None:
     """Without a daemon: the younger gives its blocks up and is computed anew."""
-    engine = engines["chunk 17, 9 blocks"]
+    engine = engines["chunk 17, 5 blocks"]
     before = engine.wait_idle().num_preemptions
     answers = check_all(pair, begin_side_by_side(engine, pair))
     num_preemptions = engine.wait_idle().num_preemptions - before
@@ -264,7 +264,7 @@ def test_d13_with_a_daemon_private_blocks_are_kept_by_those_that_bypass_it(
     What is published leaves the private pool, so two that publish hold one short block each and
     none is ever preempted for want of blocks; two that don't publish are.
     """
-    engine = engines["chunk 15, 9 blocks, daemon"]
+    engine = engines["chunk 15, 5 blocks, daemon"]
     for _ in ("cold", "warm"):
         check_all(pair, begin_side_by_side(engine, pair))
     before = engine.wait_idle().num_preemptions
@@ -276,7 +276,7 @@ def test_e1_a_request_that_can_never_fit_is_refused_at_once(
     engines: Mapping[str, Engine], of_each_length: list[Job]
 ) -> None:
     """The error names what is needed and what there is; who fits is served, to the last block."""
-    engine = engines["chunk 64, 20 blocks"]
+    engine = engines["chunk 64, 10 blocks"]
     assert engine.client().model_info().max_context == 4096
     started = time.monotonic()
     with pytest.raises(CallError, match=r"409 positions are needed.* 320") as refused:
@@ -296,7 +296,7 @@ def test_e11_a_pool_that_was_full_admits_the_next_request(
     engines: Mapping[str, Engine], of_each_length: list[Job], m_rand_dir: Path
 ) -> None:
     """Six fill it, three are cancelled somewhere, the rest ends: thirty times, nothing is left."""
-    engine = engines["chunk 64, 20 blocks"]
+    engine = engines["chunk 64, 10 blocks"]
     jobs = solo_jobs(engine, m_rand_dir, [40] * 8, 24, 2500)
     before = engine.wait_idle().num_preemptions
     chance = random.Random(11)

@@ -35,9 +35,9 @@ SITECUSTOMIZE = f"""
 import os, resource, signal, sys
 
 if "worker" in sys.orig_argv:
-    from engine.executor.reference import ReferenceExecutor
+    from engine.executor.cpu import CpuExecutor
 
-    magic, forward = "{",".join(map(str, MAGIC))}", ReferenceExecutor.forward
+    magic, forward = "{",".join(map(str, MAGIC))}", CpuExecutor.forward
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def fatal(self, chunks):
@@ -46,7 +46,7 @@ if "worker" in sys.orig_argv:
                 os.kill(os.getpid(), signal.SIGSEGV)
         return forward(self, chunks)
 
-    ReferenceExecutor.forward = fatal
+    CpuExecutor.forward = fatal
 """
 
 

@@ -30,9 +30,9 @@ NUM_SEATS = 16
 NUM_OUTPUT = 48
 # How many times 64 streams run while the daemon is dead; 64 x 48 tokens take about five seconds.
 NUM_WAVES = int(os.environ.get("CACHEWARM_TEST_REPEATS", "1"))
-BLOCK = 16
+BLOCK = 32
 # Holds all prompts at once, and less than half of what 64 streams come to need.
-NUM_BLOCKS = 120
+NUM_BLOCKS = 80
 # As many seats as streams; a private pool that is too small for all of them.
 CROWD_FLAGS = [
     "--block-size", str(BLOCK), "--private-pool-bytes", str(NUM_BLOCKS * BLOCK * 1024),

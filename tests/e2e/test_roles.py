@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cachewarmd.v1 import control_pb2
 from engine.models.config import load_config
-from engine.models.packing import reference_plan
+from engine.models.packing import panel_plan
 from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
 from tests.engine import Engine, command, make_prompt, serve_fails, wait_started
 from tests.jobs import Job, make_jobs
@@ -183,7 +183,7 @@ def warm(daemon: Daemon, model_dir: Path, prompt: list[int]) -> control_pb2.JobI
         with daemon.client(control_pb2.ROLE_ADMIN) as client:
             request = control_pb2.Warmup(
                 model_name=model_dir.name,
-                plan=reference_plan(load_config(model_dir, None)),
+                plan=panel_plan(load_config(model_dir, None)),
                 prompts=[control_pb2.WarmPrompt(token_ids=control_pb2.TokenIds(ids=prompt))],
             )
             reply, _ = client.call(control_pb2.Envelope(warmup=request), PATIENCE_S, [folder])

@@ -384,7 +384,7 @@ def test_http_tells_health_readiness_and_version(engine: Engine) -> None:
     status, _, body = engine.http("/version")
     assert status == 200
     model = engine.client().model_info()
-    for part in (model.model, model.weights_sha256, model.model_version, "reference"):
+    for part in (model.model, model.weights_sha256, model.model_version, "cpu"):
         assert f'"{part}"' in body
     status, _, body = engine.http("/nothing")
     assert status == 404

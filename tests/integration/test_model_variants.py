@@ -17,6 +17,7 @@ import pytest
 
 from cachewarmd.client import load_private
 from cachewarmd.errors import ModelFilesError
+from engine.block_table import BlockTable, PrivatePool
 from engine.executor.base import Chunk
 from engine.executor.reference import ReferenceExecutor
 from engine.models.config import load_config
@@ -53,11 +54,13 @@ class Runner:
         self._memory = load_private(folder, "", plan).memory
         self.executor = ReferenceExecutor(config, plan, self._memory, BLOCK)
         size = self.executor.block_bytes
-        self._blocks = [np.zeros(size, np.uint8) for _ in range(-(-capacity // BLOCK))]
+        pool = PrivatePool(np.zeros(-(-capacity // BLOCK) * size, np.uint8), size)
+        self._table = BlockTable(pool, BLOCK)
+        self._table.make_writable(0, capacity)
 
     def logits(self, ids: Sequence[int], start: int) -> npt.NDArray[np.float32]:
         """Of the last of these tokens, which stand at `start` and after."""
-        (result,) = self.executor.forward([Chunk(ids, start, start, self._blocks, True)])
+        (result,) = self.executor.forward([Chunk(ids, start, start, self._table, True)])
         assert result is not None
         return result
 

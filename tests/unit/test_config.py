@@ -212,6 +212,7 @@ def test_a_workers_config_survives_its_journey() -> None:
     """What the front writes on the command line is what the worker reads."""
     made = WorkerConfig(
         backend="reference",
+        cpu_isa="avx2",
         log_level="info",
         role="unified",
         model=Path("/m"),

@@ -136,18 +136,18 @@ def test_wheel_has_only_what_runs(wheel: zipfile.ZipFile) -> None:
 
 
 def test_native_module_loads_from_the_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """The extension in the wheel lies in engine.kernels and names this CPU's instruction set."""
+    """The extension in the wheel lies in engine.kernels and names this CPU's instruction sets."""
     (member,) = (name for name in wheel.namelist() if name.startswith("engine/kernels/_kernels.c"))
     wheel.extract(member, tmp_path)
     # From its own folder and without site-packages, so that no other build of it is imported.
-    code = "import _kernels; print(_kernels.isa())"
+    code = "import _kernels; print(*_kernels.isas())"
     result = subprocess.run(
         [sys.executable, "-S", "-c", code],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str((tmp_path / member).parent)},
     )
-    assert result.stdout.strip() in {"avx512_bf16", "avx512", "avx2", "portable"}, result.stderr
+    assert result.stdout.split()[-1:] == ["portable"], result.stderr
 
 
 def test_wheel_declares_its_entry_points(wheel: zipfile.ZipFile) -> None:

@@ -66,6 +66,7 @@ def make_ready(role: str = "unified", **fields: Any) -> WorkerReady:
         "weights_sha256": "w",
         "stamp": "s",
         "backend": "fake",
+        "backend_reason": "a test",
         "dtype": "f32",
         "kv_dtype": "f32",
         "block_size": 4,
