@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,13 +21,21 @@ Logits = npt.NDArray[np.float32]
 class NativeModel:
     """A model directory in an executor of the cpu backend."""
 
-    def __init__(self, model_dir: Path, *, isa: str = "auto", block_size: int = 32) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        isa: str = "auto",
+        block_size: int = 32,
+        cpus: Sequence[int] | None = None,
+    ) -> None:
         self.config = load_config(model_dir)
         self.block_size = block_size
         backend = backend_named("cpu")
         plan = backend.pack_plan(self.config)
         self.memory = load_private(model_dir, "", plan).memory
-        options = ExecutorOptions(block_size, isa)
+        threads = tuple(sorted(os.sched_getaffinity(0)) if cpus is None else cpus)
+        options = ExecutorOptions(block_size, isa, threads)
         self.executor = backend.build(self.config, plan, self.memory, options)
 
     def sequence(self, num_tokens: int) -> NativeSequence:

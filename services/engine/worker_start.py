@@ -128,7 +128,7 @@ def _build(
         link = DaemonLink(config.cachewarmd, (pool_fd, pool_bytes), wake)
     weights, client = _attach_weights(config, plan, link)
     phases.end("weights")
-    options = ExecutorOptions(config.block_size, config.cpu_isa)
+    options = ExecutorOptions(config.block_size, config.cpu_isa, tuple(cpus))
     executor = backend.build(model, plan, weights.memory, options)
     phases.end("executor")
     stamp = _make_stamp(model, weights, executor)

@@ -28,6 +28,7 @@ class ExecutorOptions:
 
     block_size: int
     cpu_isa: str  # "auto", or an instruction set by name
+    cpus: tuple[int, ...]  # one thread for each
 
 
 Build = Callable[[ModelConfig, pb.PackPlan, npt.NDArray[np.uint8], ExecutorOptions], Executor]

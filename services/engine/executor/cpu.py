@@ -6,7 +6,6 @@ is cut into chunks, on the number of threads, nor on whether the prefix was cach
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,10 +36,7 @@ class CpuExecutor:
         weights: npt.NDArray[np.uint8],
         options: ExecutorOptions,
     ) -> None:
-        """`weights` is the packed segment, mapped; it is never written to.
-
-        One thread for each CPU that this process may use. Raises ModelError.
-        """
+        """`weights` is the packed segment, mapped; it is never written to. Raises ModelError."""
         isas = _kernels.isas()
         isa = isas[0] if options.cpu_isa == "auto" else options.cpu_isa
         if isa not in isas:
@@ -49,7 +45,7 @@ class CpuExecutor:
         self.block_bytes = backend_named(self.name).block_bytes(config, options.block_size)
         self.kv_layout = f"L,G,K|V panels;bf16;B={options.block_size}"
         self.numerics = f"cpu;{isa};v{_VERSION};{_kernels.COMPILER}"
-        self.threads = _kernels.Threads(sorted(os.sched_getaffinity(0)))
+        self.threads = _kernels.Threads(options.cpus)
         shape = {
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,

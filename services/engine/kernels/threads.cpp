@@ -59,11 +59,10 @@ void Threads::pin(int self) const {
 
 void Threads::run(void (*work)(int, void*), void* context) {
     // A helper on this thread's CPU would wait for it: the scheduler moves neither for milliseconds.
-    thread_local const Threads* pinned_for = nullptr;
-    if (pinned_for != this) {
-        pin(0);
-        pinned_for = this;
-    }
+    // Afterwards the caller may run where it could before, and so may what it starts.
+    cpu_set_t before;
+    const bool is_known = pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
+    if (is_known) pin(0);
     work_ = work;
     context_ = context;
     if (count_ > 1) {
@@ -72,6 +71,7 @@ void Threads::run(void (*work)(int, void*), void* context) {
     }
     work(0, context);
     barrier();
+    if (is_known) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
 }
 
 void Threads::serve(int self) {

@@ -9,7 +9,7 @@ namespace cachewarm {
 class Threads {
   public:
     // The caller of `run` is the first of `count` threads. Each is pinned to one of `cpus` if there
-    // are as many.
+    // are as many, the caller while it runs.
     Threads(int count, const int* cpus, int num_cpus);
     ~Threads();
     Threads(const Threads&) = delete;
