@@ -58,6 +58,36 @@ static void weigh(int rows, const operand* weights, const Keys& keys, int first,
     kTiles<P>.of_rows[rows](weights, kTile, stretches, num_stretches, rescale, !rescale, o, ldo);
 }
 
+// From the scores of `width` tokens, of which `seen` are there for this row, to their weights, and on
+// with the running softmax. Returns what earlier values have to be multiplied with.
+template <bool kIsFull>
+static float weigh_scores(const float* scores, int width, int seen, float scale, operand* weights,
+                          Softmax& state) {
+    const vi limit = vi{} + seen;
+    vf most = splat(kNothing);
+    vi lanes = lane_numbers();
+    if (kIsFull) width = kTile;
+#pragma GCC unroll 4
+    for (int c = 0; c < width; c += kLanes, lanes += kLanes) {
+        const vf score = load(scores + c);
+        most = greater_of(most, kIsFull ? score : select(lanes < limit, score, splat(kNothing)));
+    }
+    const float tile_most = max_of(most) * scale;
+    const float before = state.most, now = tile_most > before ? tile_most : before;
+    vf sum = vf{};
+    lanes = lane_numbers();
+#pragma GCC unroll 4
+    for (int c = 0; c < width; c += kLanes, lanes += kLanes) {
+        vf weight = exp2_of(load(scores + c) * scale - now);
+        if (!kIsFull) weight = select(lanes < limit, weight, vf{});  // whatever stood there
+        sum += weight;
+        store_operand(weights + c, weight);
+    }
+    const float rescale = exp2_of(before - now);
+    state = {now, state.sum * rescale + sum_of(sum)};
+    return rescale;
+}
+
 // Rows of one tile of the GEMM against one split. limits[r] >= 1: keys that row r sees.
 // Writes o [rows, ldo] and the softmax of each row.
 static void attend_rows(const operand* q, int64_t ldq, int rows, const int* limits,
@@ -81,30 +111,15 @@ static void attend_rows(const operand* q, int64_t ldq, int rows, const int* limi
                 kTile);
             g += taken;
         }
-        const int width = groups * kPanel;
         for (int r = 0; r < rows; r++) {
+            const int seen = limits[r] - begin;
             float* row = scores + r * kTile;
-            const vi limit = vi{} + (limits[r] - begin);  // what lies behind is not there
-            vi lanes = lane_numbers();
-            vf most = splat(kNothing);
-            for (int c = 0; c < width; c += kLanes, lanes += kLanes) {
-                const vf score = select(lanes < limit, load(row + c) * scale, splat(kNothing));
-                store(row + c, score);
-                most = greater_of(most, score);
-            }
-            const float tile_most = max_of(most);
+            operand* weight = weights + r * kTile;
             Softmax& state = softmax[r];
-            const float before = begin ? state.most : kNothing;
-            const float now = tile_most > before ? tile_most : before;
-            vf sum = vf{};
-            for (int c = 0; c < width; c += kLanes) {
-                const vf weight = exp2_of(load(row + c) - now);
-                sum += weight;
-                store_operand(weights + r * kTile + c, weight);
-            }
-            rescale[r] = begin ? exp2_of(before - now) : 0.0f;
-            state.sum = (begin ? state.sum * rescale[r] : 0.0f) + sum_of(sum);
-            state.most = now;
+            if (!begin) state = {kNothing, 0};
+            rescale[r] = seen >= kTile
+                             ? weigh_scores<true>(row, kTile, kTile, scale, weight, state)
+                             : weigh_scores<false>(row, groups * kPanel, seen, scale, weight, state);
         }
         for (int64_t d = 0; d < head_dim / kPanel;) {
             const int taken = panels_taken(at_once, head_dim / kPanel - d);
