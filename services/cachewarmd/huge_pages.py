@@ -49,7 +49,11 @@ class Huge(NamedTuple):
 
 def rounded(size: int) -> int:
     """A size whose end is no obstacle to huge pages; what is less than one page stays as it is."""
-    return size if size < HUGE_BYTES else -(-size // HUGE_BYTES) * HUGE_BYTES
+    return size if size < HUGE_BYTES else _up(size)
+
+
+def _up(size: int) -> int:
+    return -(-size // HUGE_BYTES) * HUGE_BYTES
 
 
 def map_aligned(
@@ -87,7 +91,7 @@ def make_huge(fd: int, offset: int, size: int) -> Huge:
     Keeps what is there already; holes become zeros. Works on sealed memfds too, and through any
     descriptor if there are no holes. Raises OSError when not even small pages can be had.
     """
-    start = rounded(offset) if offset else 0
+    start = _up(offset)
     end = (offset + size) // HUGE_BYTES * HUGE_BYTES
     if start >= end:
         return Huge()

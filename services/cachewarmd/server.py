@@ -116,6 +116,8 @@ class Server:
         except NoSpaceError as exc:
             missing = self._state.give_up_extents()
             _log.warning("pool_smaller_than_asked", reason=str(exc), extents_missing=missing)
+        huge = self._state.pool.huge
+        _log.info("pool_allocated", huge_bytes=huge.num_bytes, small_pages_because=huge.refusal)
 
     async def _check_when_idle(self) -> None:
         """Look for a broken invariant whenever something was done and nobody asks any more."""

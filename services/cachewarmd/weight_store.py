@@ -205,7 +205,7 @@ class WeightStore:
             weights_sha256=loaded.weights_sha256.hex(),
             segment_bytes=loaded.size,
             huge_bytes=loaded.huge.num_bytes,
-            small_pages_because=loaded.huge.refusal or None,
+            small_pages_because=loaded.huge.refusal,
             seconds=round(time.monotonic() - started, 3),
         )
         return False
