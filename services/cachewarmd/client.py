@@ -406,6 +406,10 @@ def load_private(
 
 
 def create_private_pool(size: int) -> tuple[int, npt.NDArray[np.uint8]]:
-    """Memory for a worker's own blocks, as `Client.connect` takes it: (memfd, writable view)."""
+    """Memory for a worker's own blocks, as `Client.connect` takes it: (memfd, writable view).
+
+    Pages come as blocks are used, huge ones only if the host is set so: to ask for them here would
+    take all the memory at once.
+    """
     fd = segment.create_memfd("cachewarm-private", size)
     return fd, segment.map_memory(fd, size, writable=True)

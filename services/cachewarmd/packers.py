@@ -101,6 +101,8 @@ class _Process:
                     (name, dev, inode, size, mtime, ctime)
                     for name, dev, inode, size, mtime, ctime in identities
                 ]
+            case _:
+                raise AssertionError(f"a packer says {message}")
         return None
 
 

@@ -281,6 +281,26 @@ def test_killed_packer_is_an_error_of_that_load_and_the_next_starts_anew(
         assert sum("cachewarm-weights" in link for link in links(daemon.pid)) == 1
 
 
+def test_warm_up_shows_the_phases(short_dir: Path, model: Path) -> None:
+    """Memory first, then what the packer tells."""
+    gate = short_dir / "gate"
+    with gated_daemon(short_dir, gate) as daemon, daemon.client(pb.ROLE_ADMIN) as client:
+
+        def job() -> pb.JobProgress:
+            return client.call(pb.Envelope(jobs=pb.Jobs()), PATIENCE_S)[0].jobs_reply.jobs[0]
+
+        fd = os.open(model, os.O_RDONLY | os.O_DIRECTORY)
+        request = pb.Warmup(model_name="m", plan=plan())
+        client.call(pb.Envelope(warmup=request), PATIENCE_S, [fd])
+        os.close(fd)
+        wait_until(lambda: job().weights.phase == "allocate", "memory is allocated")
+        assert (job().weights.done_bytes, job().weights.total_bytes) == (64, 64)
+        gate.touch()
+        wait_until(lambda: job().state == "done", "the job is done")
+        told, size = job().weights, (model / "model.safetensors").stat().st_size
+        assert (told.phase, told.done_bytes, told.total_bytes) == ("hash and pack", size, size)
+
+
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_shutdown_ends_a_packer_that_makes_no_progress(
     is_stopped: bool, short_dir: Path, model: Path
