@@ -10,6 +10,7 @@ import psutil
 
 from cachewarmd import segment
 from cachewarmd.errors import NoSpaceError
+from cachewarmd.huge_pages import Huge
 
 DEFAULT_CGROUP_ROOT = Path("/sys/fs/cgroup")
 # Kept back for everything that is not shared memory: heaps, page cache of a busy host.
@@ -99,19 +100,21 @@ class Budget:
         with self._lock:
             self._promised -= num_bytes
 
-    def allocate(self, fd: int, size: int, what: str, progress: Callable[[int], None]) -> None:
+    def allocate(self, fd: int, size: int, what: str, progress: Callable[[int], None]) -> Huge:
         """Promise and allocate a memfd's pages, telling `progress` the bytes done.
 
-        Raises NoSpaceError.
+        Returns how much lies on huge pages. Raises NoSpaceError.
         """
         self.promise(size, what)
         done = 0
+        huge = Huge()
         try:
             while done < size:
                 step = min(_STEP_BYTES, size - done)
-                segment.reserve(fd, done, step)
+                huge = huge.plus(segment.reserve(fd, done, step))
                 self.settle(step)
                 done += step
                 progress(done)
         finally:
             self.settle(size - done)
+        return huge

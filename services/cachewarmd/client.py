@@ -32,6 +32,7 @@ from cachewarmd.errors import (
     UnreachableError,
     from_wire,
 )
+from cachewarmd.huge_pages import Huge
 from cachewarmd.v1 import control_pb2 as pb
 
 ATTACH_STALL_S = 5.0
@@ -384,8 +385,8 @@ def load_private(
     Raises ModelFilesError, NoSpaceError, InvalidRequestError.
     """
 
-    def allocate(fd: int, size: int, tell: Callable[[int], None]) -> None:
-        Budget(cgroup_root).allocate(fd, size, "a private copy of the weights", tell)
+    def allocate(fd: int, size: int, tell: Callable[[int], None]) -> Huge:
+        return Budget(cgroup_root).allocate(fd, size, "a private copy of the weights", tell)
 
     dir_fd = os.open(model_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -405,6 +406,10 @@ def load_private(
 
 
 def create_private_pool(size: int) -> tuple[int, npt.NDArray[np.uint8]]:
-    """Memory for a worker's own blocks, as `Client.connect` takes it: (memfd, writable view)."""
+    """Memory for a worker's own blocks, as `Client.connect` takes it: (memfd, writable view).
+
+    Pages come as blocks are used, huge ones only if the host is set so: to ask for them here would
+    take all the memory at once.
+    """
     fd = segment.create_memfd("cachewarm-private", size)
     return fd, segment.map_memory(fd, size, writable=True)

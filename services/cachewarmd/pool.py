@@ -14,6 +14,7 @@ import xxhash
 
 from cachewarmd import layout, segment
 from cachewarmd.errors import InvalidRequestError
+from cachewarmd.huge_pages import Huge
 from cachewarmd.layout import EXTENT_BYTES, RECORDS_PER_EXTENT, BlockState
 
 
@@ -55,6 +56,7 @@ class Pool:
         self.pool_bytes = num_extents * EXTENT_BYTES
         self.num_extents = num_extents
         self.extents: list[Extent] = []
+        self.huge = Huge()  # of what is committed
         self.num_extents_of: Counter[int] = Counter()  # by slot size, without the draining one
         self.draining: Extent | None = None
         self._free: deque[Extent] = deque()
@@ -90,7 +92,8 @@ class Pool:
         number = len(self.extents)
         if number == self.num_extents:
             return False
-        segment.reserve(self.pool_fd, number * EXTENT_BYTES, EXTENT_BYTES)
+        huge = segment.reserve(self.pool_fd, number * EXTENT_BYTES, EXTENT_BYTES)
+        self.huge = self.huge.plus(huge)
         extent = Extent(number)
         self.extents.append(extent)
         self._free.append(extent)

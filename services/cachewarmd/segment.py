@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachewarmd.errors import InvalidRequestError, NoSpaceError
+from cachewarmd.huge_pages import HUGE_BYTES, Huge, make_huge, map_aligned
 
 # <linux/fcntl.h>; the fcntl module has only some of them before Python 3.12.
 F_ADD_SEALS = 1033
@@ -41,18 +41,22 @@ def create_memfd(name: str, size: int) -> int:
     return fd
 
 
-def reserve(fd: int, offset: int, size: int) -> None:
-    """Allocate the pages now. A full tmpfs is ENOSPC here, where a first touch would be SIGBUS.
+def reserve(fd: int, offset: int, size: int) -> Huge:
+    """Allocate the pages now, huge ones where the kernel gives them; tells how many are.
 
-    Raises NoSpaceError. A memory cgroup's limit is no error but a SIGKILL, so callers check
-    `budget.available_bytes` first.
+    A full tmpfs is ENOSPC here, where a first touch would be SIGBUS. Raises NoSpaceError. A memory
+    cgroup's limit is no error but a SIGKILL, so callers check `budget.available_bytes` first.
     """
     try:
+        for start in range(offset, offset + size, HUGE_BYTES):
+            os.posix_fallocate(fd, start, 1)
+        huge = make_huge(fd, offset, size)
         os.posix_fallocate(fd, offset, size)
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.ENOMEM):
             raise NoSpaceError(f"the kernel refused {size} bytes of shared memory") from exc
         raise
+    return huge
 
 
 def seal_forever(fd: int) -> None:
@@ -83,10 +87,4 @@ def check_private_pool(fd: int, size: int) -> None:
 
 def map_memory(fd: int, size: int, *, writable: bool = False) -> npt.NDArray[np.uint8]:
     """Map all of it. The array keeps the mapping alive; it is unmapped with its last view."""
-    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    # Python's mmap dups the descriptor, so the caller may close its own.
-    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, prot)
-    # A forked child that shares these pages would delay the EOF-means-gone rule.
-    mapping.madvise(mmap.MADV_DONTFORK)
-    mapping.madvise(mmap.MADV_DONTDUMP)
-    return np.frombuffer(mapping, dtype=np.uint8)
+    return map_aligned(fd, 0, size, writable=writable)

@@ -1,7 +1,7 @@
 """The daemon: accepts clients, checks who may do what, keeps leases until a client is gone.
 
-One event loop is the only writer of index, leases and records. What takes long (reading weights,
-allocating pages) runs in a thread and comes back to the loop.
+One event loop is the only writer of index, leases and records. What takes long (allocating pages)
+runs in a thread and comes back to the loop; weights are read by a process of their own.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Server:
             self._spawn(self._exit_when_unused(self._state.config.exit_when_unused))
         self._spawn(notify.keep_telling(notifier, self.status_line))
         ready()
+        self._state.packers.prepare()
         try:
             await self._state.stop.wait()
             notifier.stopping()
@@ -85,6 +86,7 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._state.packers.close()
             await self._state.weights.close()
 
     def stop(self) -> None:
@@ -114,6 +116,8 @@ class Server:
         except NoSpaceError as exc:
             missing = self._state.give_up_extents()
             _log.warning("pool_smaller_than_asked", reason=str(exc), extents_missing=missing)
+        huge = self._state.pool.huge
+        _log.info("pool_allocated", huge_bytes=huge.num_bytes, small_pages_because=huge.refusal)
 
     async def _check_when_idle(self) -> None:
         """Look for a broken invariant whenever something was done and nobody asks any more."""

@@ -19,6 +19,7 @@ from cachewarmd.config import Config
 from cachewarmd.connection import Connection
 from cachewarmd.errors import CachewarmError, InternalError
 from cachewarmd.kv import BlockStore
+from cachewarmd.packers import Packers
 from cachewarmd.pool import Pool
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider, Warmer
@@ -121,8 +122,12 @@ class State:
             segment.reopen_readonly(self.pool.pool_fd),
         )
         self.kv = BlockStore(self.pool, self._sizes_in_use)
+        self.packers = Packers()
         self.weights = WeightStore(
-            self._budget, lambda digest: self.num_users(digest) > 0, self.kv.supersede
+            self._budget,
+            lambda digest: self.num_users(digest) > 0,
+            self.kv.supersede,
+            self.packers.read,
         )
         self.warmer = Warmer(self.weights)
 

@@ -21,6 +21,7 @@ def status_now(state: State) -> pb.StatusReply:
         blocks=blocks,
         bytes=sizes,
         page_bytes=layout.PAGE_BYTES,
+        huge_bytes=state.pool.huge.num_bytes,
     )
     superseded = state.weights.versions.superseded
     models = [
@@ -30,6 +31,7 @@ def status_now(state: State) -> pb.StatusReply:
             weights_sha256=model.segment.weights_sha256.hex(),
             layout=model.segment.layout_id,
             segment_bytes=model.segment.size,
+            huge_bytes=model.segment.huge.num_bytes,
             files_present=model.files_now() is not None,
             loaded_unix_ms=model.loaded_unix_ms,
             plan=model.plan.description,

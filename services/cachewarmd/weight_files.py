@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ MAX_FILES = 4096
 MAX_NAME_LENGTH = 1000
 _MAX_DIMENSIONS = 16
 _SHOWN = 200  # characters of a file's own text in an error
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 _DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -253,19 +253,18 @@ def tensors_by_name(files: Sequence[WeightFile]) -> dict[str, Tensor]:
 
 
 def chunks(
-    file: WeightFile, chunk_bytes: Mapping[str, int]
+    file: WeightFile, chunk_bytes: Mapping[str, int], take_buffer: Callable[[], memoryview]
 ) -> Iterator[tuple[int, memoryview, Tensor | None]]:
     """All bytes of the file in order: (offset, bytes, tensor or None for what is only hashed).
 
-    No chunk crosses a tensor's border; `chunk_bytes` (at most CHUNK_BYTES) tells by name where a
-    tensor is best cut.
+    Each chunk is the first part of a buffer of CHUNK_BYTES. None crosses a tensor's border;
+    `chunk_bytes` (at most CHUNK_BYTES) tells by name where a tensor is best cut.
     """
-    buffer = memoryview(bytearray(CHUNK_BYTES))
     for start, end, tensor in _spans(file):
         step = CHUNK_BYTES if tensor is None else chunk_bytes.get(tensor.name, CHUNK_BYTES)
         for offset in range(start, end, step):
             wanted = min(step, end - offset)
-            view = buffer[:wanted]
+            view = take_buffer()[:wanted]
             filled = 0
             while filled < wanted:
                 got = os.preadv(file.fd, [view[filled:]], offset + filled)

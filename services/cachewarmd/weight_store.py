@@ -18,7 +18,8 @@ import structlog
 
 from cachewarmd import weights
 from cachewarmd.budget import Budget
-from cachewarmd.errors import ModelFilesError, NoSpaceError, ShuttingDownError
+from cachewarmd.errors import InternalError, ModelFilesError, NoSpaceError, ShuttingDownError
+from cachewarmd.huge_pages import Huge, rounded
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.versions import Versions
 from cachewarmd.weight_files import FileIdentity, file_identities
@@ -67,7 +68,8 @@ class WeightStore:
     """Owner of all weight segments.
 
     `is_used` tells whether a client has the weights of that digest; `on_superseded` gets the
-    digests of all superseded weights whenever they are others than before.
+    digests of all superseded weights whenever they are others than before; `read` reads the files,
+    in a thread.
     """
 
     def __init__(
@@ -75,10 +77,12 @@ class WeightStore:
         budget: Budget,
         is_used: Callable[[bytes], bool] = lambda digest: False,
         on_superseded: Callable[[frozenset[bytes]], None] = lambda digests: None,
+        read: weights.Reader = weights.read_files,
     ) -> None:
         self._budget = budget
         self._is_used = is_used
         self._on_superseded = on_superseded
+        self._read_files = read
         self.versions = Versions()
         self._ticks = itertools.count(1)
         self._is_closed = False
@@ -103,9 +107,10 @@ class WeightStore:
         """The directory's weights as the plan lays them out; True = nothing had to be read.
 
         Files that went missing leave the loaded version in service; changed files are read again.
-        A load goes on when the caller is cancelled: its thread can't be stopped halfway, and what
-        it read serves whoever asks next. `dir_fd` stays the caller's.
-        Raises ModelFilesError, NoSpaceError, InvalidRequestError, ShuttingDownError.
+        A load goes on when the caller is cancelled: what it reads serves whoever asks next.
+        `dir_fd` stays the caller's.
+        Raises ModelFilesError, NoSpaceError, InvalidRequestError, ShuttingDownError, and
+        InternalError when the process that reads dies.
         """
         info = os.fstat(dir_fd)
         dir_key = (info.st_dev, info.st_ino)
@@ -178,7 +183,12 @@ class WeightStore:
 
         if model.segment is not None:
             digest, identities = await asyncio.to_thread(
-                weights.hash_files, model.dir_fd, progress, follow=model.follow_links
+                self._read_files,
+                model.dir_fd,
+                None,
+                progress,
+                _no_memory,
+                follow=model.follow_links,
             )
             known = self._segments.get((digest, model.segment.layout_id))
             if known is not None:
@@ -194,6 +204,8 @@ class WeightStore:
             model=model.name,
             weights_sha256=loaded.weights_sha256.hex(),
             segment_bytes=loaded.size,
+            huge_bytes=loaded.huge.num_bytes,
+            small_pages_because=loaded.huge.refusal,
             seconds=round(time.monotonic() - started, 3),
         )
         return False
@@ -203,8 +215,8 @@ class WeightStore:
     ) -> tuple[Segment, list[FileIdentity]]:
         """Load in a thread; what is not needed makes room."""
 
-        def allocate(fd: int, size: int, tell: Callable[[int], None]) -> None:
-            self._budget.allocate(fd, size, f"weights of {model.name}", tell)
+        def allocate(fd: int, size: int, tell: Callable[[int], None]) -> Huge:
+            return self._budget.allocate(fd, size, f"weights of {model.name}", tell)
 
         while True:
             try:
@@ -216,10 +228,14 @@ class WeightStore:
                     progress,
                     allocate,
                     follow=model.follow_links,
+                    read=self._read_files,
                 )
             except NoSpaceError:
-                if not self._drop_one_for(model.plan.segment_bytes):
+                if not self._drop_one_for(rounded(model.plan.segment_bytes)):
                     raise
+            except InternalError as exc:
+                _log.warning("weights_not_loaded", model=model.name, reason=str(exc))
+                raise
 
     def _drop_one_for(self, size: int) -> bool:
         """Let the segment go that is needed least; False when all that may go is not enough."""
@@ -284,3 +300,7 @@ class WeightStore:
         if dir_key is not None:
             return [model for model in self.models if model.dir_key == dir_key]
         return [model for model in self.models if name in (model.name, model.shown_version)]
+
+
+def _no_memory() -> int:
+    raise AssertionError("who only hashes asks for no memory")

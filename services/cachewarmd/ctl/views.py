@@ -70,13 +70,24 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 def models(status: pb.StatusReply) -> Draw:
     """Weights in memory."""
-    columns = ("name", "version", "sha256", "size", "files", "clients", "superseded", "plan")
+    columns = (
+        "name",
+        "version",
+        "sha256",
+        "size",
+        "huge",
+        "files",
+        "clients",
+        "superseded",
+        "plan",
+    )
     rows = [
         (
             model.model_name,
             model.version,
             model.weights_sha256,
             human_bytes(model.segment_bytes),
+            human_bytes(model.huge_bytes),
             "present" if model.files_present else "missing",
             model.num_clients,
             "yes" if model.superseded else "",
@@ -129,7 +140,8 @@ def _pool(status: pb.StatusReply) -> Draw:
         if pool.bytes[state] or state in ("free", "sealed")
     ]
     title = (
-        f"pool: {human_bytes(pool.pool_bytes)}, {human_bytes(pool.committed_bytes)} allocated, "
+        f"pool: {human_bytes(pool.pool_bytes)}, {human_bytes(pool.committed_bytes)} allocated "
+        f"({human_bytes(pool.huge_bytes)} on huge pages), "
         f"{pool.num_extents_free} of {pool.num_extents} extents unused"
     )
     return table(title, ("state", "blocks", "size"), rows)

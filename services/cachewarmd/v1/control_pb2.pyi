@@ -528,7 +528,7 @@ class Status(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool_bytes", "committed_bytes", "num_extents", "num_extents_free", "blocks", "bytes", "page_bytes")
+    __slots__ = ("pool_bytes", "committed_bytes", "num_extents", "num_extents_free", "blocks", "bytes", "page_bytes", "huge_bytes")
     class BlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +550,7 @@ class PoolStatus(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HUGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     pool_bytes: int
     committed_bytes: int
     num_extents: int
@@ -557,10 +558,11 @@ class PoolStatus(_message.Message):
     blocks: _containers.ScalarMap[str, int]
     bytes: _containers.ScalarMap[str, int]
     page_bytes: int
-    def __init__(self, pool_bytes: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., num_extents: _Optional[int] = ..., num_extents_free: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., bytes: _Optional[_Mapping[str, int]] = ..., page_bytes: _Optional[int] = ...) -> None: ...
+    huge_bytes: int
+    def __init__(self, pool_bytes: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., num_extents: _Optional[int] = ..., num_extents_free: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., bytes: _Optional[_Mapping[str, int]] = ..., page_bytes: _Optional[int] = ..., huge_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model_name", "version", "weights_sha256", "layout", "segment_bytes", "files_present", "loaded_unix_ms", "plan", "num_clients", "superseded")
+    __slots__ = ("model_name", "version", "weights_sha256", "layout", "segment_bytes", "files_present", "loaded_unix_ms", "plan", "num_clients", "huge_bytes", "superseded")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +572,7 @@ class ModelStatus(_message.Message):
     LOADED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     NUM_CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    HUGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     version: str
@@ -580,8 +583,9 @@ class ModelStatus(_message.Message):
     loaded_unix_ms: int
     plan: str
     num_clients: int
+    huge_bytes: int
     superseded: bool
-    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., layout: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., files_present: _Optional[bool] = ..., loaded_unix_ms: _Optional[int] = ..., plan: _Optional[str] = ..., num_clients: _Optional[int] = ..., superseded: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., layout: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., files_present: _Optional[bool] = ..., loaded_unix_ms: _Optional[int] = ..., plan: _Optional[str] = ..., num_clients: _Optional[int] = ..., huge_bytes: _Optional[int] = ..., superseded: _Optional[bool] = ...) -> None: ...
 
 class StampStatus(_message.Message):
     __slots__ = ("stamp", "description", "slot_bytes", "block_size", "num_blocks", "superseded")
