@@ -96,7 +96,8 @@ def _measure(mode: Mode, flags: argparse.Namespace, folder: Path) -> tuple[Resul
     """The mode's result, and the whole JSON object. No process of ours is left afterwards."""
     model = flags.model or write_demo_model(default_dest(), progress=say)
     noise = NoiseMeter()
-    with Services(folder, model.resolve(), serve_flags(flags)) as services:
+    passed = serve_flags(flags)
+    with Services(folder, model.resolve(), passed, flags.pool_bytes) as services:
         bench = Bench(flags, model, services)
         try:
             with noise:

@@ -19,7 +19,7 @@ _MAX_TOKENS = 1 << 24
 # What of `serve` may be given here and is passed on, where the engine has such an option.
 _PASSED = (
     *("backend", "threads", "block-size", "prefill-chunk"),
-    *("max-num-seqs", "private-pool-bytes", "lookup-budget"),
+    *("max-num-seqs", "private-pool-bytes", "lookup-budget", "pool-bytes"),
 )
 PASSED_OPTIONS = tuple(option for option in SERVE_OPTIONS if option.name in _PASSED)
 
@@ -58,11 +58,10 @@ def integers(low: int, high: int) -> Kind[tuple[int, ...]]:
 
 tokens = checked(options.integer(1, _MAX_TOKENS))
 token_counts = checked(integers(1, _MAX_TOKENS))
-_seconds = Kind(options.seconds.read, options.seconds.allowed)
 
 
 def _duration(text: str) -> float:
-    seconds = checked(_seconds)(text)
+    seconds = checked(options.seconds)(text)
     if not seconds:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed: above 0")
     return seconds
@@ -105,7 +104,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         metavar="DURATION",
         help="of the whole run, which fails then (default: %(default)g s)",
     )
-    group = parser.add_argument_group("passed on to the engine")
+    group = parser.add_argument_group("passed on to the programs")
     for option in PASSED_OPTIONS:
         group.add_argument(
             f"--{option.name}",

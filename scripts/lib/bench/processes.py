@@ -25,7 +25,8 @@ from scripts.lib.bench.errors import BenchError
 START_TIMEOUT_S = 180.0
 _STOP_TIMEOUT_S = 40.0  # above the engine's own limit for streams that run
 _GONE_TIMEOUT_S = 10.0
-_IDLE_TIMEOUT_S = 5.0
+_IDLE_TIMEOUT_S = 30.0
+_NO_PROGRESS_S = 5.0
 _ASK_TIMEOUT_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
@@ -117,10 +118,11 @@ class Program:
 class Daemon(Program):
     """A cachewarmd that serves."""
 
-    def __init__(self, socket: Path, runtime_dir: Path, log: Path) -> None:
+    def __init__(self, socket: Path, pool_bytes: str | None, runtime_dir: Path, log: Path) -> None:
         self.socket = socket
         config = _empty_config(runtime_dir)
         command = [*entry_command("cachewarmd"), "--socket", str(socket), "--config", str(config)]
+        command += [] if pool_bytes is None else ["--pool-bytes", pool_bytes]
         super().__init__(command, runtime_dir, log)
 
     def status(self) -> control_pb2.StatusReply:
@@ -129,6 +131,20 @@ class Daemon(Program):
         with Client.connect(self.socket, observer, "bench", timeout=_ASK_TIMEOUT_S) as client:
             request = control_pb2.Envelope(status=control_pb2.Status())
             return client.call(request, _ASK_TIMEOUT_S)[0].status_reply
+
+    def settle(self) -> None:
+        """Returns when its pool has all its pages: it allocates them while it serves already.
+
+        One that has given up, for want of memory, is known by no progress. Raises CachewarmError.
+        """
+        size, grown = -1, time.monotonic()
+        while time.monotonic() < grown + _NO_PROGRESS_S:
+            pool = self.status().pool
+            if pool.committed_bytes >= pool.pool_bytes:
+                return
+            if pool.committed_bytes > size:
+                size, grown = pool.committed_bytes, time.monotonic()
+            time.sleep(0.05)
 
 
 class Engine(Program):
@@ -155,8 +171,8 @@ class Engine(Program):
     def settle(self) -> None:
         """Returns when no request is there and what was computed has been published.
 
-        The last is seen by private blocks that are free again; what keeps some for itself is not
-        waited for longer than a few seconds.
+        The last is seen by private blocks that are free again. After half a minute the measurement
+        goes on in any case; what it finds in the cache stands in its result.
         """
         end = time.monotonic() + _IDLE_TIMEOUT_S
         with self.client() as client:
@@ -180,8 +196,11 @@ def _empty_config(runtime_dir: Path) -> Path:
 class Services:
     """Starts programs in a folder of its own and ends all of them at the end of `with`."""
 
-    def __init__(self, folder: Path, model: Path, serve_flags: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, model: Path, serve_flags: Sequence[str], pool_bytes: str | None
+    ) -> None:
         self._folder = folder
+        self._pool_bytes = pool_bytes
         self._model = model
         self._serve_flags = serve_flags
         self._programs: list[Program] = []
@@ -195,11 +214,13 @@ class Services:
         return path
 
     def start_daemon(self) -> Daemon:
-        """Returns when it serves. Raises BenchError."""
+        """Returns when it serves and has its memory. Raises BenchError, CachewarmError."""
         runtime_dir = self._runtime_dir()
-        daemon = Daemon(runtime_dir / "s", runtime_dir, self._folder / "cachewarmd.log")
+        log = self._folder / "cachewarmd.log"
+        daemon = Daemon(runtime_dir / "s", self._pool_bytes, runtime_dir, log)
         self._programs.append(daemon)
         daemon.wait_ready()
+        daemon.settle()
         return daemon
 
     def start_engine(self, daemon: Daemon | None) -> Engine:

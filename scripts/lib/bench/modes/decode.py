@@ -12,6 +12,7 @@ from scripts.lib.bench.errors import BenchError
 from scripts.lib.bench.flags import checked, tokens
 from scripts.lib.bench.modes.mode import Mode
 from scripts.lib.bench.noise import COLUMN, NoiseMeter
+from scripts.lib.bench.processes import Daemon
 from scripts.lib.bench.report import Result, Table
 from scripts.lib.bench.spread import Spread, percentile
 
@@ -50,12 +51,20 @@ def rate(answers: list[Answer]) -> float:
     return sum(answer.num_later_tokens for answer in answers) / seconds
 
 
+def _weight_bytes(daemon: Daemon) -> int:
+    """What the engine reads for each token. Raises BenchError when it has a copy of its own."""
+    models = daemon.status().models
+    if len(models) != 1:
+        raise BenchError("the engine does not use cachewarmd's weights, so their size is not known")
+    return int(models[0].segment_bytes)
+
+
 def _run(bench: Bench) -> Result:
     flags = bench.flags
     daemon, engine, prompts = bench.start()
     prompts.check_fits("--prompt-length", flags.prompt_length, flags.tokens)
-    (weights,) = daemon.status().models
-    memory = bandwidth.allocate(weights.segment_bytes, bench.num_threads)
+    weight_bytes = _weight_bytes(daemon)
+    memory = bandwidth.allocate(weight_bytes, bench.num_threads)
     rates, bandwidths, gaps = [], [], []
     num_tokens = 0
     noise = NoiseMeter()
@@ -73,7 +82,7 @@ def _run(bench: Bench) -> Result:
             rates.append(rate(answers))
             gaps += [gap for answer in answers for gap in answer.gaps]
             num_tokens += sum(answer.num_tokens for answer in answers)
-    limits = [found / weights.segment_bytes for found in bandwidths]
+    limits = [found / weight_bytes for found in bandwidths]
     shares = [found / limit for found, limit in zip(rates, limits, strict=True)]
     rates_spread, limits_spread, shares_spread = map(Spread.of, (rates, limits, shares))
     p50, p99 = percentile(gaps, 50), percentile(gaps, 99)
@@ -82,7 +91,7 @@ def _run(bench: Bench) -> Result:
             "num_tokens": num_tokens,
             "tokens_per_s": rates_spread.as_json(),
             "itl_s": {"p50": p50, "p99": p99},
-            "weight_bytes": weights.segment_bytes,
+            "weight_bytes": weight_bytes,
             "num_threads": bench.num_threads,
             "read_bytes_per_s": Spread.of(bandwidths).as_json(),
             "limit_tokens_per_s": limits_spread.as_json(),

@@ -1,4 +1,4 @@
-"""Memory of two engines on one daemon, beside one copy of what they share."""
+"""Memory of two engines on one daemon, beside one copy of weights and KV blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.lib.bench.context import Bench, say
 from scripts.lib.bench.flags import tokens
 from scripts.lib.bench.modes.mode import Mode
 from scripts.lib.bench.noise import COLUMN, NoiseMeter
-from scripts.lib.bench.processes import Engine
+from scripts.lib.bench.processes import Daemon, Engine
 from scripts.lib.bench.report import Result, Table
 from scripts.lib.bench.spread import Spread
 
@@ -32,16 +32,25 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _look() -> Mapping[str, int]:
-    """Bytes now: PSS of all that was started, and one copy of its shared memory."""
+def _look(daemon: Daemon) -> Mapping[str, int]:
+    """Bytes now: PSS of all that was started, and one copy of what must be somewhere.
+
+    Of the shared pool that is what holds blocks: it is allocated as a whole, and what nobody maps
+    is in no PSS.
+    """
     pids = [process.pid for process in psutil.Process().children(recursive=True)]
     found = memory.pss(pids)
     shared = memory.memfds(pids)
+    pool = daemon.status().pool
+    blocks = sum(num_bytes for state, num_bytes in pool.bytes.items() if state != "free")
+    weights, private = (shared.get(f"cachewarm-{name}", 0) for name in ("weights", "private"))
     return {
         **{f"pss_{kind}_bytes": num_bytes for kind, num_bytes in found.items()},
-        "weights_bytes": shared.get("cachewarm-weights", 0),
-        "pools_bytes": shared.get("cachewarm-pool", 0) + shared.get("cachewarm-private", 0),
-        "one_copy_bytes": sum(shared.values()),
+        "weights_bytes": weights,
+        "shared_blocks_bytes": blocks,
+        "private_pools_bytes": private,
+        "one_copy_bytes": weights + blocks + private,
+        "pool_allocated_bytes": shared.get("cachewarm-pool", 0),
     }
 
 
@@ -60,9 +69,9 @@ def _round(bench: Bench) -> tuple[Mapping[str, int], Mapping[str, int]]:
     prompts.check_fits("--prompt-length", bench.flags.prompt_length, _NEW_TOKENS)
     prompt = prompts.ids(bench.flags.prompt_length, 4)
     _serve(bench, first, prompt)
-    one = _look()
+    one = _look(daemon)
     _serve(bench, bench.services.start_engine(daemon), prompt)
-    two = _look()
+    two = _look(daemon)
     bench.services.stop()
     return one, two
 
@@ -83,14 +92,17 @@ def _run(bench: Bench) -> Result:
         values[name]["pss_over_one_copy"] = ratio.as_json()
         sizes = [
             spreads[f"{key}_bytes"].text(0, 1 / _MIB)
-            for key in ("pss_total", "one_copy", "weights", "pools")
+            for key in ("pss_total", "one_copy", "weights", "shared_blocks", "private_pools")
         ]
         rows.append((name.replace("_", " "), *sizes, ratio.text(2), noise.text()))
     added = Spread.of(two["pss_total_bytes"] - one["pss_total_bytes"] for one, two in rounds)
     values["second_engine_adds_bytes"] = added.as_json()
     values["noise"] = noise.result()
-    rows.append(("the second adds", added.text(0, 1 / _MIB), *[""] * 5))
-    columns = ("", "PSS MiB", "one copy MiB", "weights", "pools", "PSS / one copy", COLUMN)
+    rows.append(("the second adds", added.text(0, 1 / _MIB), *[""] * 6))
+    columns = (
+        *("", "PSS MiB", "one copy MiB", "weights", "shared blocks", "private pools"),
+        *("PSS / one copy", COLUMN),
+    )
     title = "memory of daemon and engines: median (min-max)"
     return Result(values, [Table(title, columns, rows)])
 
