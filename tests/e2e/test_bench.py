@@ -21,10 +21,14 @@ import pytest
 from tests.daemon import SERVICES, environment
 
 ROOT = SERVICES.parent
-LIMIT_S = 240.0
+LIMIT_S = 540.0
 MARK = "CACHEWARM_TEST_MARK"  # inherited by all that the command starts
 # On a busy machine the default makes a miss of what is expected to hit.
 COMMON = ("--json", "--repeat", "2", "--lookup-budget", "60s", "--pool-bytes", "64MiB")
+
+
+# Several starts of engines, on a machine that may be busy.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def left_behind(mark: str) -> list[str]:
@@ -128,7 +132,6 @@ def check_common(found: dict[str, Any], mode: str) -> None:
     assert found["noise_of_all"]["own_cpu_share"] > 0
 
 
-@pytest.mark.slow
 def test_decode_counts_its_tokens(run: Any) -> None:
     """2 x 2 prompts with 9 tokens are 36; of_limit follows from what is told beside it."""
     flags = ("--tokens", "9", "--prompts", "2", "--prompt-length", "16")
@@ -148,7 +151,6 @@ def test_decode_counts_its_tokens(run: Any) -> None:
     assert 0 < found["itl_s"]["p50"] <= found["itl_s"]["p99"]
 
 
-@pytest.mark.slow
 def test_prefill_is_cold_once_and_then_cached(run: Any) -> None:
     """Each length is measured as often as asked; the second time all but one token is cached."""
     found = run("prefill", "--lengths", "40,70").result()
@@ -163,8 +165,6 @@ def test_prefill_is_cold_once_and_then_cached(run: Any) -> None:
         assert case["again_cached_tokens"]["max"] == case["length"] - 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_restart_finds_the_prompt_after_a_kill(run: Any) -> None:
     """Three kinds of start; only after the kill is the prompt cached, all but one token."""
     found = run("restart", "--length", "80").result()
@@ -185,7 +185,6 @@ def test_restart_finds_the_prompt_after_a_kill(run: Any) -> None:
     check_spread(found["killed"]["cold_over_again"])
 
 
-@pytest.mark.slow
 def test_throughput_counts_all_streams(run: Any) -> None:
     """2 repetitions of 3 streams with 5 tokens are 30."""
     flags = ("--concurrency", "1,3", "--prompt-length", "8", "--tokens", "5")
@@ -201,7 +200,6 @@ def test_throughput_counts_all_streams(run: Any) -> None:
             assert case[f"{name}_p50_s"]["min"] <= case[f"{name}_p99_s"]["max"]
 
 
-@pytest.mark.slow
 def test_pss_sees_both_engines(run: Any) -> None:
     """The second engine adds less than a whole first one, and one copy of weights stays one."""
     found = run("pss", "--prompt-length", "64", "--repeat", "1").result()
@@ -209,13 +207,13 @@ def test_pss_sees_both_engines(run: Any) -> None:
     assert one["pss_total_bytes"]["median"] < two["pss_total_bytes"]["median"]
     added = two["pss_total_bytes"]["median"] - one["pss_total_bytes"]["median"]
     assert found["second_engine_adds_bytes"]["median"] == added
+    assert added < one["pss_total_bytes"]["median"]
     assert 500_000 < one["weights_bytes"]["median"] == two["weights_bytes"]["median"]
-    assert one["shared_blocks_bytes"]["median"] == two["shared_blocks_bytes"]["median"] > 0
+    assert 0 < one["shared_blocks_bytes"]["median"] <= two["shared_blocks_bytes"]["median"]
     assert one["pool_allocated_bytes"]["median"] == 64 << 20
     check_noise(found["noise"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "mode", "said", "status"),
     [
@@ -234,14 +232,12 @@ def test_an_interrupted_run_stops_what_it_started(
     assert command.end(status) == ""
 
 
-@pytest.mark.slow
 def test_the_limit_ends_a_run(run: Any) -> None:
     """A run that takes longer than allowed fails, and is tidied up as well."""
     command = run("decode", "--repeat", "1000", "--limit", "2s")
     assert command.end(1) == ""
 
 
-@pytest.mark.slow
 def test_a_length_over_the_context_is_a_usage_error(run: Any) -> None:
     """What the model can't take is known before anything is measured: status 2."""
     command = run("prefill", "--lengths", "4096")
