@@ -37,8 +37,9 @@ class Bench:
 
     @property
     def num_threads(self) -> int:
-        """Threads that the engine computes with, as far as a flag says."""
-        return int(getattr(self.flags, "threads", None) or num_cpus())
+        """Threads an engine computes with: what a flag says, else one for each of its CPUs."""
+        cpus = self.facts.get("engine", {}).get("cpus")
+        return int(getattr(self.flags, "threads", None) or len(cpus or ()) or num_cpus())
 
     def start(self) -> tuple[Daemon, Engine, Prompts]:
         """A daemon, and an engine that has answered once: its own warm-up is not measured.
@@ -64,6 +65,7 @@ class Bench:
         self.facts["engine"] = {
             "version": server.version,
             "backend": server.workers[0].backend if server.workers else None,
+            "cpus": list(server.workers[0].cpus) if server.workers else None,
             "model": info.model,
             "weights_sha256": info.weights_sha256,
             "dtype": info.dtype,

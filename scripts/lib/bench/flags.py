@@ -18,7 +18,7 @@ _DEFAULT_LIMIT_S = 3600.0
 _MAX_TOKENS = 1 << 24
 # What of `serve` may be given here and is passed on, where the engine has such an option.
 _PASSED = (
-    *("backend", "threads", "block-size", "prefill-chunk"),
+    *("backend", "cpu-isa", "threads", "worker-cpus", "block-size", "prefill-chunk"),
     *("max-num-seqs", "private-pool-bytes", "lookup-budget", "pool-bytes"),
 )
 PASSED_OPTIONS = tuple(option for option in SERVE_OPTIONS if option.name in _PASSED)
