@@ -1,0 +1,8 @@
+"""The modes, in the order in which help lists them. A new one is a file here and a name below."""
+
+from __future__ import annotations
+
+from scripts.lib.bench.modes import decode, prefill, pss, restart, throughput
+from scripts.lib.bench.modes.mode import Mode
+
+MODES: tuple[Mode, ...] = (decode.MODE, prefill.MODE, throughput.MODE, restart.MODE, pss.MODE)

@@ -1,0 +1,95 @@
+"""Time to the first token of a prompt nobody has seen, and of the same prompt again."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+
+from scripts.lib.bench.asking import Answer, Prompts, ask
+from scripts.lib.bench.context import Bench, say
+from scripts.lib.bench.errors import BenchError
+from scripts.lib.bench.flags import token_counts
+from scripts.lib.bench.modes.mode import Mode
+from scripts.lib.bench.noise import COLUMN, NoiseMeter
+from scripts.lib.bench.processes import Engine
+from scripts.lib.bench.report import Result, Table
+from scripts.lib.bench.spread import Spread
+
+_NEW_TOKENS = 1
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths",
+        type=token_counts,
+        default=(512, 2048, 7000),
+        metavar="N,N",
+        help="tokens of the prompts (default: 512,2048,7000)",
+    )
+
+
+def _pair(bench: Bench, engine: Engine, prompt: list[int]) -> tuple[Answer, Answer]:
+    """The prompt cold, then again once its blocks are published."""
+    with engine.client() as client:
+        cold = ask(client, prompt, _NEW_TOKENS, bench.flags.timeout)
+        if cold.num_cached_tokens:
+            raise BenchError(f"{cold.num_cached_tokens} tokens of a fresh prompt were cached")
+        engine.settle()
+        again = ask(client, prompt, _NEW_TOKENS, bench.flags.timeout)
+    engine.settle()
+    return cold, again
+
+
+def _run(bench: Bench) -> Result:
+    flags = bench.flags
+    _, engine, prompts = bench.start()
+    for length in flags.lengths:
+        prompts.check_fits("--lengths", length, _NEW_TOKENS)
+    pairs, noises = _measure(bench, engine, prompts)
+    cases, rows = [], []
+    for length in flags.lengths:
+        cold = Spread.of(cold.ttft_s for cold, _ in pairs[length])
+        again = Spread.of(again.ttft_s for _, again in pairs[length])
+        speedup = Spread.of(cold.ttft_s / again.ttft_s for cold, again in pairs[length])
+        cached = Spread.of(again.num_cached_tokens for _, again in pairs[length])
+        cases.append(
+            {
+                "length": length,
+                "cold_s": cold.as_json(),
+                "again_s": again.as_json(),
+                "cold_over_again": speedup.as_json(),
+                "again_cached_tokens": cached.as_json(),
+                "prompt_tokens": pairs[length][0][0].num_prompt_tokens,
+                "noise": noises[length].result(),
+            }
+        )
+        rows.append(
+            (
+                f"{length} tokens",
+                cold.text(1, 1e3),
+                again.text(1, 1e3),
+                speedup.text(1),
+                cached.text(0),
+                noises[length].text(),
+            )
+        )
+    columns = ("", "cold ms", "again ms", "cold / again", "cached tokens again", COLUMN)
+    title = "prefill, time to the first token: median (min-max)"
+    return Result({"lengths": cases}, [Table(title, columns, rows)])
+
+
+def _measure(
+    bench: Bench, engine: Engine, prompts: Prompts
+) -> tuple[dict[int, list[tuple[Answer, Answer]]], dict[int, NoiseMeter]]:
+    """By length. All lengths in turn, so that a slow minute touches each."""
+    pairs: dict[int, list[tuple[Answer, Answer]]] = defaultdict(list)
+    noises = {length: NoiseMeter() for length in bench.flags.lengths}
+    for repeat in range(bench.flags.repeat):
+        for length, noise in noises.items():
+            say(f"prefill: {length} tokens, repetition {repeat + 1} of {bench.flags.repeat} ...")
+            with noise:
+                pairs[length].append(_pair(bench, engine, prompts.ids(length, 2, repeat, length)))
+    return pairs, noises
+
+
+MODE = Mode("prefill", "time to the first token, cold and again", _add_flags, _run)
