@@ -229,7 +229,7 @@ def print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="SmolLM2-135M-Instruct, reference executor (float32)")
+    table = Table(title="SmolLM2-135M-Instruct, native kernels (bfloat16)")
     for name in (
         "request",
         "prompt tokens",

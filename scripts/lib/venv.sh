@@ -68,7 +68,7 @@ ensure_venv() {
   fi
   # First and by itself: a requirement range that torch is pulled in by takes the newest build,
   # which on Linux is gigabytes of CUDA.
-  if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
+  if [[ ,$extras, == *,torch,* ]] && ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
     _pip "${CACHEWARM_TORCH:-torch==2.13.0}" install "${CACHEWARM_TORCH:-torch==2.13.0}"
   fi
   # The demo's model. Without its dependencies: they hold a source build nothing here uses.

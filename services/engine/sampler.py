@@ -37,7 +37,7 @@ def sample(
     """
     if params.temperature < _MIN_TEMPERATURE:
         return int(np.argmax(logits))
-    # In float32, which numpy's vector code takes for a vocabulary in microseconds; summed in double.
+    # In float32, which numpy's vector code takes for a vocabulary in microseconds; sums are double.
     weights = np.exp((logits - logits.max()) * np.float32(1 / params.temperature))
     if 0 < params.top_k < len(logits):
         weights[logits < _kth_largest(logits, params.top_k)] = 0.0

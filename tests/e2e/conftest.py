@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.lib.native import NativeModel
 from tests.daemon import Daemon, module_daemon, short_dir
 from tests.engine import Engine
 from tests.fixtures.oracle import TOLERANCE, leads
-from tests.native import NativeModel
 
 __all__ = ["module_daemon", "short_dir"]
 
@@ -34,7 +34,7 @@ def shared_engine(shared_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def oracle(m_rand_dir: Path) -> Oracle:
     """Greedy answers of M-rand, computed alone in this process."""
-    model = NativeModel(m_rand_dir)
+    model = NativeModel.load(m_rand_dir)
 
     @cache
     def compute(prompt: tuple[int, ...], n: int) -> list[int]:

@@ -18,8 +18,8 @@ from engine.executor.backends import ExecutorOptions, backend_named
 from engine.executor.base import Chunk
 from engine.kernels import _kernels
 from engine.models.config import load_config
+from scripts.lib.native import Logits, NativeModel, NativeSequence
 from tests.fixtures.models import ROPES, VOCAB, Shape, logits_numpy, write_m_rand
-from tests.native import Logits, NativeModel, NativeSequence
 
 ISAS = _kernels.isas()
 # Reaches over two splits of the attention (512 tokens) and ends within a block.
@@ -29,7 +29,7 @@ IDS = np.random.default_rng(3).integers(3, VOCAB, LENGTH).tolist()
 
 @pytest.fixture(scope="module", params=ISAS)
 def model(request: pytest.FixtureRequest, m_rand_dir: Path) -> NativeModel:
-    return NativeModel(m_rand_dir, isa=request.param)
+    return NativeModel.load(m_rand_dir, isa=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ SHAPES = {
 
 def check_right(folder: Path, isa: str, ids: Sequence[int]) -> None:
     """Logits are the oracle's but for what bfloat16 loses (a wrong model differs by about 1.4)."""
-    sequence = NativeModel(folder, isa=isa).sequence(len(ids))
+    sequence = NativeModel.load(folder, isa=isa).sequence(len(ids))
     logits = np.array([sequence.run([ids[0]]), sequence.run(ids[1:9]), sequence.run(ids[9:])])
     expected = logits_numpy(folder, ids)[[0, 8, len(ids) - 1]]
     assert np.sqrt(((logits - expected) ** 2).mean()) < 0.15 * expected.std()
@@ -174,7 +174,7 @@ def test_the_number_of_threads_changes_no_bit(
 ) -> None:
     """Units of work go to whoever is free."""
     isa = model.executor.decoder.isa
-    other = NativeModel(m_rand_dir, isa=isa, cpus=[0] * num_threads)
+    other = NativeModel.load(m_rand_dir, isa=isa, cpus=[0] * num_threads)
     sequence = other.sequence(LENGTH)
     for start, end in ((0, 600), (600, 1000), (1000, LENGTH - 1), (LENGTH - 1, LENGTH)):
         assert (sequence.run(IDS[start:end]) == alone[end - 1]).all()
@@ -186,7 +186,7 @@ def test_the_block_size_changes_no_bit(
 ) -> None:
     """Also one that does not divide a split."""
     isa = model.executor.decoder.isa
-    sequence = NativeModel(m_rand_dir, isa=isa, block_size=block_size).sequence(LENGTH)
+    sequence = NativeModel.load(m_rand_dir, isa=isa, block_size=block_size).sequence(LENGTH)
     for start, end in ((0, 100), (100, 1030), (1030, LENGTH)):
         assert (sequence.run(IDS[start:end]) == alone[end - 1]).all()
 
@@ -211,7 +211,7 @@ def test_what_the_kernels_cannot_compute_is_refused_by_name(tmp_path: Path) -> N
 def test_an_instruction_set_that_the_cpu_lacks_is_refused(m_rand_dir: Path) -> None:
     """Never run to see what happens."""
     with pytest.raises(ModelError, match=r"cpu-isa 'sse9' is not allowed on this CPU: .*portable"):
-        NativeModel(m_rand_dir, isa="sse9")
+        NativeModel.load(m_rand_dir, isa="sse9")
 
 
 def test_steps_that_would_read_beyond_their_blocks_are_refused(model: NativeModel) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import time
-from concurrent.futures import ThreadPoolExecutor
+import os
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.kernels import _kernels
 
 _WORD_BYTES = 8
 
@@ -29,12 +30,6 @@ def allocate(num_bytes: int, num_threads: int) -> npt.NDArray[np.uint8]:
 
 def read_bandwidth(memory: npt.NDArray[np.uint8], num_threads: int, repeats: int) -> float:
     """Bytes/s at which all threads together read the memory once; the best of the repeats."""
-    parts = np.split(memory.view(np.uint64), num_threads)
-    best = 0.0
-    with ThreadPoolExecutor(num_threads) as pool:
-        for _ in range(repeats):
-            started = time.perf_counter()
-            # numpy lets go of the interpreter's lock meanwhile.
-            list(pool.map(np.bitwise_or.reduce, parts))
-            best = max(best, memory.nbytes / (time.perf_counter() - started))
-    return best
+    cpus = sorted(os.sched_getaffinity(0))
+    threads = _kernels.Threads([cpus[i % len(cpus)] for i in range(num_threads)])
+    return _kernels.read_bandwidth(memory, threads, repeats)

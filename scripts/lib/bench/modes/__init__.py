@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from scripts.lib.bench.modes import decode, prefill, pss, restart, throughput
+from scripts.lib.bench.modes import (
+    agreement,
+    attention,
+    decode,
+    kernels,
+    prefill,
+    profile,
+    pss,
+    restart,
+    throughput,
+)
 from scripts.lib.bench.modes.mode import Mode
 
-MODES: tuple[Mode, ...] = (decode.MODE, prefill.MODE, throughput.MODE, restart.MODE, pss.MODE)
+MODES: tuple[Mode, ...] = (
+    *(decode.MODE, prefill.MODE, throughput.MODE, restart.MODE, pss.MODE),
+    *(kernels.MODE, attention.MODE, profile.MODE, agreement.MODE),
+)

@@ -1,4 +1,5 @@
-"""The native kernels in the tests' own process: what an engine must answer, bit by bit."""
+"""The native kernels in this process: what tests compare an engine's answers with, bit by bit, and
+what the benchmarks of the kernels run."""
 
 from __future__ import annotations
 
@@ -10,35 +11,56 @@ import numpy as np
 import numpy.typing as npt
 
 from cachewarmd.client import load_private
+from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import BlockTable, PrivatePool
-from engine.executor.backends import ExecutorOptions, backend_named
+from engine.executor.backends import ExecutorOptions
 from engine.executor.base import Chunk
-from engine.models.config import load_config
+from engine.executor.cpu import CpuExecutor
+from engine.models.config import ModelConfig, load_config
+from engine.models.packing import panel_plan
 
 Logits = npt.NDArray[np.float32]
 
 
 class NativeModel:
-    """A model directory in an executor of the cpu backend."""
+    """An executor of the cpu backend, on all CPUs of this process unless told otherwise."""
 
     def __init__(
         self,
-        model_dir: Path,
+        config: ModelConfig,
+        plan: pb.PackPlan,
+        weights: npt.NDArray[np.uint8],
         *,
         isa: str = "auto",
         block_size: int = 32,
         cpus: Sequence[int] | None = None,
     ) -> None:
-        self.config = load_config(model_dir)
-        self.block_size = block_size
-        backend = backend_named("cpu")
-        plan = backend.pack_plan(self.config)
-        self.memory = load_private(model_dir, "", plan).memory
+        """Raises ModelError."""
         threads = tuple(sorted(os.sched_getaffinity(0)) if cpus is None else cpus)
+        self.config = config
+        self.plan = plan
+        self.weights = weights
+        self.block_size = block_size
         options = ExecutorOptions(block_size, isa, threads)
-        self.executor = backend.build(self.config, plan, self.memory, options)
+        self.executor = CpuExecutor(config, plan, weights, options)
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        isa: str = "auto",
+        block_size: int = 32,
+        cpus: Sequence[int] | None = None,
+    ) -> NativeModel:
+        """A model directory. Raises ModelError, ModelFilesError, NoSpaceError."""
+        config = load_config(model_dir)
+        plan = panel_plan(config)
+        weights = load_private(model_dir, "", plan).memory
+        return cls(config, plan, weights, isa=isa, block_size=block_size, cpus=cpus)
 
     def sequence(self, num_tokens: int) -> NativeSequence:
+        """An empty one that may come to have so many tokens."""
         return NativeSequence(self, num_tokens)
 
     def greedy(self, prompt: Sequence[int], num_output: int) -> list[int]:
