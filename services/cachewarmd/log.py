@@ -1,7 +1,6 @@
 """Logging of both services: structlog, readable on a terminal, else one JSON object a line.
 
-Token counts and digests only, never prompt text. structlog is imported with the first line that a
-process logs: a worker that starts in order logs none, and its start is waited for.
+Token counts and digests only, never prompt text.
 """
 
 from __future__ import annotations
@@ -19,12 +18,16 @@ LEVELS = ("debug", "info", "warning", "error")
 _settings = ("", "debug")  # service and level of this process
 
 
-def configure(service: str, level: str) -> None:
-    """Set up the process's logging; called once, from a `__main__`."""
+def configure(service: str, level: str, *, is_lazy: bool = False) -> None:
+    """Set up the process's logging; called once, from a `__main__`.
+
+    `is_lazy` imports structlog with the first line that is logged, for a process whose start is
+    waited for and logs nothing when all is well.
+    """
     global _settings
     _settings = (service, level)
     _structlog.cache_clear()
-    if "structlog" in sys.modules:  # then there is nothing to put off
+    if not is_lazy or "structlog" in sys.modules:
         _structlog()
 
 
@@ -40,7 +43,7 @@ class _Logger:
 
 @functools.cache
 def _structlog() -> Any:
-    """structlog, set up; in a process that configured nothing (a test), as it is."""
+    """structlog, set up; in a process that configured nothing, as it is."""
     # It imports rich for tracebacks in colour, most of what it costs; ours are plain text.
     is_hidden = "rich" not in sys.modules
     if is_hidden:
@@ -50,7 +53,7 @@ def _structlog() -> Any:
         import structlog
     finally:
         if is_hidden:
-            del sys.modules["rich"]
+            sys.modules.pop("rich", None)
     import logging
 
     service, level = _settings

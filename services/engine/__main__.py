@@ -49,7 +49,7 @@ def _serve(flags: argparse.Namespace) -> int:
             return options.report(PROGRAM, check_config.faults(chosen, os.environ))
     except options.OptionError as exc:
         return options.report(PROGRAM, exc.errors)
-    log.configure(PROGRAM, chosen.log_level)
+    log.configure(PROGRAM, chosen.log_level, is_lazy=True)
     return _run_front(chosen, phases)
 
 
@@ -97,7 +97,7 @@ def _worker(flags: argparse.Namespace) -> int:
         return options.report(PROGRAM, exc.errors)
     except ModelError as exc:
         options.die(PROGRAM, str(exc), 1)
-    log.configure("cachewarm-worker", chosen.log_level)
+    log.configure("cachewarm-worker", chosen.log_level, is_lazy=True)
     return worker_start.run(chosen, front, phases)
 
 
