@@ -27,3 +27,8 @@ class Phases:
         """That phase ends now, the next begins."""
         now = time.monotonic()
         self.seconds[name], self._last = now - self._last, now
+
+    @property
+    def total(self) -> float:
+        """Seconds from the exec to the end of the last phase."""
+        return sum(self.seconds.values())

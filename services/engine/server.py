@@ -31,7 +31,6 @@ from engine.config import ServeConfig
 from engine.errors import DrainingError, WarmingError
 from engine.head_start import HeadStart
 from engine.metrics import EngineMetrics
-from engine.phases import process_age
 from engine.request import WorkerReady
 from engine.router import Router
 from engine.service import EngineService, FrontState
@@ -312,8 +311,8 @@ class Front:
 
     def _announce(self, ready: WorkerReady) -> None:
         state = self._state
-        state.start_seconds = process_age()
         self._begun.phases.end("workers")
+        state.start_seconds = self._begun.phases.total
         front = {f"front_{name}": spent for name, spent in self._begun.phases.seconds.items()}
         phases = {**front, **ready.start_phases_s, "total": state.start_seconds}
         self._metrics.start_seconds(phases)
