@@ -26,13 +26,17 @@ class _Signals:
 
     def __init__(self) -> None:
         self.caught = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._catch)
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._catch) for number in numbers}
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.caught = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """As it was before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def _serve(flags: argparse.Namespace) -> int:
@@ -77,6 +81,8 @@ def _run_front(chosen: config.ServeConfig, phases: Phases) -> int:
                 options.die(PROGRAM, str(exc), 1)
     except (ModelError, StartError) as exc:
         options.die(PROGRAM, str(exc), 1)
+    finally:
+        signals.give_back()
     return 128 + signal.SIGINT if signals.caught == signal.SIGINT else 0
 
 

@@ -319,11 +319,12 @@ def test_f8_a_start_can_be_called_off_at_any_time(
     seed = uuid.uuid4().int
     print(f"seed {seed}")
     chance = random.Random(seed)
-    # Python's own end by a signal is what there is before any of our code runs.
     allowed = {0, -number, 128 + number}
     for _ in range(REPEATS):
         after_s = chance.uniform(0.0, 1.5)
         status, stderr = interrupt(flags, env, number, after_s)
+        if stderr.startswith("Fatal Python error: init"):
+            continue  # the interpreter itself was not up yet, and nothing of ours had run
         assert status in allowed, f"after {after_s:.3f} s: {stderr}"
         if status == 0 or number == signal.SIGTERM:
             assert "Traceback" not in stderr, f"after {after_s:.3f} s: {stderr}"
