@@ -28,6 +28,7 @@ from engine.models.config import load_config
 from engine.request import Finished, FromWorker, Output, Progress, ToWorker, WorkerReady
 from engine.router import Router
 from engine.service import EngineService, FrontState
+from engine.spawn import StartedWorker
 from engine.tokenizer import Tokenizer
 from engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from engine.workers import WorkerPool
@@ -77,6 +78,10 @@ class _Wire(Script):
         return message
 
 
+def _no_start(role: str) -> StartedWorker:
+    raise AssertionError(f"a {role} worker is started")
+
+
 def _service(model_dir: Path, router: Router, bench: Bench, chat: ChatEncoder) -> EngineService:
     ready = WorkerReady(
         role="unified",
@@ -109,7 +114,9 @@ def _service(model_dir: Path, router: Router, bench: Bench, chat: ChatEncoder) -
         num_failovers=lambda: router.num_failovers,
     )
     # Only asked for counts, of which it has none: the worker here is no process.
-    workers = WorkerPool({}, {"unified": 1}, 0, 30.0, Path("unused"), router, lambda ready: None)
+    workers = WorkerPool(
+        _no_start, {"unified": 1}, 0, 30.0, Path("unused"), router, lambda ready: None
+    )
     tokenizer = Tokenizer(model_dir)
     return EngineService(state, router, workers, tokenizer, chat, metrics, lambda: None)
 

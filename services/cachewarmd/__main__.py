@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import structlog
 import uvloop
 
 from cachewarmd import __version__, config, listener, log, notify, options, settings
@@ -36,7 +35,7 @@ def _activated_fd() -> int | None:
     passed = notify.listen_fds(os.environ)
     fd = passed.pop(_SOCKET_FD_NAME, None)
     for name, unknown in passed.items():
-        structlog.get_logger().warning("unknown_descriptor_closed", name=name)
+        log.get_logger().warning("unknown_descriptor_closed", name=name)
         os.close(unknown)
     return fd
 
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.die(PROGRAM, str(exc), 1)
     except KeyboardInterrupt:
         return 130
-    structlog.get_logger().info("stopped")
+    log.get_logger().info("stopped")
     return 0
 
 

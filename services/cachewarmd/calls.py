@@ -10,8 +10,6 @@ import os
 import time
 from collections.abc import Callable
 
-import structlog
-
 from cachewarmd import __version__, layout, protocol, segment
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import (
@@ -23,12 +21,13 @@ from cachewarmd.errors import (
     VersionMismatchError,
 )
 from cachewarmd.kv import NewBlock, Source
+from cachewarmd.log import get_logger
 from cachewarmd.state import Client, State
 from cachewarmd.status import status_now
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 MAX_LEASES_PER_CLIENT = 4096
 MAX_KEYS = 65_536

@@ -18,13 +18,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from cachewarmd import layout, protocol, segment, weights
-from cachewarmd.budget import DEFAULT_CGROUP_ROOT, Budget
+from cachewarmd import protocol
 from cachewarmd.errors import (
     CachewarmError,
     ProtocolError,
@@ -32,16 +28,22 @@ from cachewarmd.errors import (
     UnreachableError,
     from_wire,
 )
-from cachewarmd.huge_pages import Huge
 from cachewarmd.v1 import control_pb2 as pb
+
+# What maps memory is imported by who maps some: an engine's front never does, and its start is
+# waited for.
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from cachewarmd.huge_pages import Huge
+    from cachewarmd.weights import Progress
 
 ATTACH_STALL_S = 5.0
 HELLO_TIMEOUT_S = 5.0
 # A stopped daemon fills the socket; whoever writes must notice instead of hanging with it.
 _WRITE_TIMEOUT_S = 1.0
 _READ_POLL_S = 3600.0
-
-Progress = weights.Progress
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,8 @@ class Client(AbstractContextManager["Client"]):
 
         Raises ModelFilesError, NoSpaceError, TimedOutError (no progress), UnreachableError.
         """
+        from cachewarmd import segment
+
         request = pb.AttachWeights(model_name=name, version=version, plan=plan)
 
         def on_more(envelope: pb.Envelope) -> None:
@@ -362,6 +366,8 @@ def _close_fds_of(future: Future[tuple[pb.Envelope, list[int]]]) -> None:
 
 def _map_pool(hello: pb.HelloReply, fds: Sequence[int]) -> SharedPool:
     """Check the frozen header, then map. Raises ProtocolError when it is not what we can read."""
+    from cachewarmd import layout, segment
+
     if len(fds) != 2:
         raise ProtocolError("the daemon gave no pool")
     raw = segment.map_memory(fds[0], os.fstat(fds[0]).st_size)
@@ -378,15 +384,20 @@ def _map_pool(hello: pb.HelloReply, fds: Sequence[int]) -> SharedPool:
 
 
 def load_private(
-    model_dir: Path, version: str, plan: pb.PackPlan, cgroup_root: Path = DEFAULT_CGROUP_ROOT
+    model_dir: Path, version: str, plan: pb.PackPlan, cgroup_root: Path | None = None
 ) -> AttachedWeights:
     """Read and pack the weights into this process's own memory: what is left without a daemon.
 
+    `cgroup_root` is where limits stand, if not where the kernel shows them.
     Raises ModelFilesError, NoSpaceError, InvalidRequestError.
     """
+    from cachewarmd import segment, weights
+    from cachewarmd.budget import DEFAULT_CGROUP_ROOT, Budget
+
+    budget = Budget(cgroup_root or DEFAULT_CGROUP_ROOT)
 
     def allocate(fd: int, size: int, tell: Callable[[int], None]) -> Huge:
-        return Budget(cgroup_root).allocate(fd, size, "a private copy of the weights", tell)
+        return budget.allocate(fd, size, "a private copy of the weights", tell)
 
     dir_fd = os.open(model_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -411,5 +422,7 @@ def create_private_pool(size: int) -> tuple[int, npt.NDArray[np.uint8]]:
     Pages come as blocks are used, huge ones only if the host is set so: to ask for them here would
     take all the memory at once.
     """
+    from cachewarmd import segment
+
     fd = segment.create_memfd("cachewarm-private", size)
     return fd, segment.map_memory(fd, size, writable=True)

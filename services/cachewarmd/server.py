@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import structlog
-
 from cachewarmd import layout, notify, protocol
 from cachewarmd.calls import HANDLERS, Handler
 from cachewarmd.config import Config
@@ -28,10 +26,11 @@ from cachewarmd.errors import (
     VersionMismatchError,
 )
 from cachewarmd.listener import Listening
+from cachewarmd.log import get_logger
 from cachewarmd.state import Client, State
 from cachewarmd.v1 import control_pb2 as pb
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 MAX_CONNECTIONS = 256
 # Leases of a peer that closed its socket but lives on: it may still be reading these blocks.

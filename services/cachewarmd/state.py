@@ -10,8 +10,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
-
 from cachewarmd import layout, segment
 from cachewarmd.block import StampInfo
 from cachewarmd.budget import Budget
@@ -19,13 +17,14 @@ from cachewarmd.config import Config
 from cachewarmd.connection import Connection
 from cachewarmd.errors import CachewarmError, InternalError
 from cachewarmd.kv import BlockStore
+from cachewarmd.log import get_logger
 from cachewarmd.packers import Packers
 from cachewarmd.pool import Pool
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider, Warmer
 from cachewarmd.weight_store import WeightStore
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 @dataclass(eq=False)

@@ -13,13 +13,12 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-import structlog
-
 from cachewarmd.errors import CachewarmError, LimitError, NotFoundError
+from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.weight_store import WeightStore
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 MAX_JOBS = 256
 MAX_ITEMS = 100_000

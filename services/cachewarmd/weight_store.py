@@ -14,18 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import structlog
-
 from cachewarmd import weights
 from cachewarmd.budget import Budget
 from cachewarmd.errors import InternalError, ModelFilesError, NoSpaceError, ShuttingDownError
 from cachewarmd.huge_pages import Huge, rounded
+from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.versions import Versions
 from cachewarmd.weight_files import FileIdentity, file_identities
 from cachewarmd.weights import Segment
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 DirKey = tuple[int, int]  # (dev, ino) of the model directory
 Notify = Callable[[str, int, int], None]

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from cachewarmd import log, options, settings
 from engine import __version__, config, generate
 from engine.option_table import ROLES, SERVE_OPTIONS, WORKER_OPTIONS
+from engine.phases import Phases
 
 PROGRAM = "cachewarm-engine"
 
 
+class _Signals:
+    """Until the front's loop takes them: what is under way is not cut in the middle.
+
+    `caught` is the first; a second one ends the process as if nobody had asked for it.
+    """
+
+    def __init__(self) -> None:
+        self.caught = 0
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._catch) for number in numbers}
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+        self.give_back()
+
+    def give_back(self) -> None:
+        """As it was before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
 def _serve(flags: argparse.Namespace) -> int:
+    phases = Phases()
     try:
         found = config.resolve(flags, os.environ)
         if flags.print_config:
@@ -28,26 +53,37 @@ def _serve(flags: argparse.Namespace) -> int:
             return options.report(PROGRAM, check_config.faults(chosen, os.environ))
     except options.OptionError as exc:
         return options.report(PROGRAM, exc.errors)
-    log.configure(PROGRAM, chosen.log_level)
-    # Children are exec'd at once, so gRPC's fork handlers have nothing to do but complain. It must
-    # be said before gRPC is imported.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    # Imported here: `--help`, `worker` and `demo-model` don't need a gRPC server.
-    import uvloop
+    log.configure(PROGRAM, chosen.log_level, is_lazy=True)
+    return _run_front(chosen, phases)
 
-    from cachewarmd.errors import CachewarmError
+
+def _run_front(chosen: config.ServeConfig, phases: Phases) -> int:
+    # Imports in the order of what is waited for: first what starts workers.
     from engine.errors import ModelError, StartError
-    from engine.server import Front
-    from engine.tokenizer import TokenizerError
+    from engine.head_start import HeadStart
 
-    async def run() -> None:
-        await Front(chosen, os.environ).run()
-
+    signals = _Signals()
     try:
-        uvloop.run(run())
-    except (CachewarmError, ModelError, StartError, TokenizerError) as exc:
+        with HeadStart(chosen, os.environ, phases) as begun:
+            # Children are exec'd at once, so gRPC's fork handlers have nothing to do but complain.
+            # It must be said before gRPC is imported.
+            os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+            import uvloop
+
+            from cachewarmd.errors import CachewarmError
+            from engine.server import serve
+            from engine.tokenizer import TokenizerError
+
+            phases.end("imports")
+            try:
+                uvloop.run(serve(chosen, os.environ, begun, lambda: signals.caught != 0))
+            except (CachewarmError, TokenizerError) as exc:
+                options.die(PROGRAM, str(exc), 1)
+    except (ModelError, StartError) as exc:
         options.die(PROGRAM, str(exc), 1)
-    return 0
+    finally:
+        signals.give_back()
+    return 128 + signal.SIGINT if signals.caught == signal.SIGINT else 0
 
 
 def _as_toml(found: Mapping[str, settings.Setting]) -> str:
@@ -57,6 +93,7 @@ def _as_toml(found: Mapping[str, settings.Setting]) -> str:
 
 
 def _worker(flags: argparse.Namespace) -> int:
+    phases = Phases()
     from engine import worker_start
     from engine.errors import ModelError
 
@@ -66,11 +103,11 @@ def _worker(flags: argparse.Namespace) -> int:
         return options.report(PROGRAM, exc.errors)
     except ModelError as exc:
         options.die(PROGRAM, str(exc), 1)
-    log.configure("cachewarm-worker", chosen.log_level)
-    return worker_start.run(chosen, front)
+    log.configure("cachewarm-worker", chosen.log_level, is_lazy=True)
+    return worker_start.run(chosen, front, phases)
 
 
-def _worker_settings(flags: argparse.Namespace) -> tuple[config.WorkerConfig, Path]:
+def _worker_settings(flags: argparse.Namespace) -> tuple[config.WorkerConfig, str]:
     """Its settings and where the front is. Raises OptionError, ModelError."""
     if flags.config_json is not None:
         for name in ("config", *(option.name for option in WORKER_OPTIONS)):
@@ -78,24 +115,27 @@ def _worker_settings(flags: argparse.Namespace) -> tuple[config.WorkerConfig, Pa
                 raise options.OptionError(f"--{name}: not allowed with --config-json")
         if flags.front is None:
             raise options.OptionError("--front: a socket is required with --config-json")
-        return config.WorkerConfig.from_json(flags.config_json), _unix_path(flags.front)
+        _check_front(flags.front, ("unix", "fd"))
+        return config.WorkerConfig.from_json(flags.config_json), flags.front
     from engine.models.config import load_config
     from engine.worker_config import worker_config
 
     shared = config.worker_side(config.resolve(flags, os.environ))
-    front = shared.worker_socket if flags.front is None else _unix_path(flags.front)
+    front = flags.front
     if front is None:
-        raise options.OptionError("--front: a socket is required, or worker-socket or listen")
+        if shared.worker_socket is None:
+            raise options.OptionError("--front: a socket is required, or worker-socket or listen")
+        front = f"unix:{shared.worker_socket}"
+    _check_front(front, ("unix",))
     model = load_config(shared.model, shared.max_context)
     return worker_config(shared, model, flags.role, os.environ), front
 
 
-def _unix_path(front: str) -> Path:
-    """The socket of --front unix:PATH. Raises OptionError."""
-    scheme, _, path = front.partition(":")
-    if scheme != "unix" or not path:
+def _check_front(front: str, schemes: Sequence[str]) -> None:
+    """Only a front itself gives a descriptor. Raises OptionError."""
+    scheme, _, place = front.partition(":")
+    if scheme not in schemes or not place or (scheme == "fd" and not place.isdecimal()):
         raise options.OptionError(f"--front: {front!r} is not allowed: unix:PATH")
-    return Path(path)
 
 
 def _generate(flags: argparse.Namespace) -> int:

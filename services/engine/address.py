@@ -1,4 +1,4 @@
-"""Where the front listens: a TCP address or a Unix socket, taken by nobody else."""
+"""Where the front listens: a TCP address or a Unix socket taken by nobody else, and HTTP's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cachewarmd import options
 from engine.errors import StartError
 
 _PROBE_TIMEOUT_S = 1.0
+_HTTP_BACKLOG = 128
 _MAX_UNIX_PATH = 107  # bytes; the kernel's limit
 
 
@@ -48,6 +49,13 @@ class GrpcAddress:
         if self._path is not None:
             return Path(f"{self._path}.workers")
         return runtime_dir / f"engine-{self._port}.sock"
+
+    def probe(self) -> None:
+        """Raises StartError when another server listens there already."""
+        if self._path is not None:
+            self._probe_path(self._path)
+        else:
+            self._probe_port()
 
     @contextlib.contextmanager
     def bind(self, server: Any) -> Iterator[None]:
@@ -115,3 +123,20 @@ class GrpcAddress:
             probe.settimeout(_PROBE_TIMEOUT_S)
             probe.connect(str(path))
             raise StartError(f"{path} is in use: another server listens there")
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """Listen there (port 0 = any free one): connections queue until HTTP is served.
+
+    Raises StartError naming it.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ][0]
+        return socket.create_server((host, port), family=family, backlog=_HTTP_BACKLOG)
+    except OSError as exc:
+        raise StartError(
+            f"HTTP address {host}:{port} can't be bound: {exc.strerror or exc}; "
+            "another --http-port, 0 for any free one, or off"
+        ) from exc

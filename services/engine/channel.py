@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.request import FromWorker, ToWorker
+
+if TYPE_CHECKING:  # a worker has no event loop, and its start is waited for
+    import asyncio
 
 _LENGTH = struct.Struct("<I")
 # 128K prompt ids and as many output ids, five bytes each at most, with room.
@@ -73,7 +76,7 @@ class AsyncChannel:
             if size > MAX_MESSAGE_BYTES:
                 raise BrokenChannelError(f"message of {size} bytes")
             return self._decoder.decode(await self._reader.readexactly(size))
-        except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as exc:
+        except (OSError, EOFError, msgspec.MsgspecError) as exc:
             raise BrokenChannelError(str(exc)) from exc
 
     def close(self) -> None:

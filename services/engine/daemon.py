@@ -1,73 +1,80 @@
-"""The front's side of cachewarmd: find or start one, and compute warm-up items for it."""
+"""The front's side of cachewarmd: mind one that was started here, compute warm-up items."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
+import subprocess
 import time
 from pathlib import Path
 
-import structlog
-
 from cachewarmd.client import Client
 from cachewarmd.errors import CachewarmError, InvalidRequestError, NotFoundError, UnreachableError
+from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from engine import errors
+from engine.child import Child
 from engine.request import Finished, Output, Progress, SamplingParams, Submit, WorkerReady
 from engine.router import ActiveRequest, Router
-from engine.spawn import entry_command
 from engine.tokenizer import Tokenizer
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 _PROBE_TIMEOUT_S = 1.0
 _FLUSH_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 20.0
-_LINGER_S = 600.0  # a daemon we started outlives our crash by this much
 _ALREADY_SERVED = 75
 _RETRY_MAX_S = 2.0
 _BACKGROUND = 3
 
 
-async def ensure_daemon(socket: Path, pool_bytes: int | None) -> bool:
-    """Start a daemon when none answers on the socket; was one started?
+class OurDaemon:
+    """The daemon that this engine's start began, if it did; `async with` stops it at the end.
 
-    A daemon that holds the socket but does not answer is left alone: requests are served cold.
-    Failing to start one is not fatal either; it is logged with the reason.
+    It is left running if `keep`, and if another engine uses it.
     """
-    try:
-        client = await asyncio.to_thread(
-            Client.connect, socket, pb.ROLE_OBSERVER, "probe", timeout=_PROBE_TIMEOUT_S
-        )
-        await asyncio.to_thread(client.close)
-        return False
-    except UnreachableError:
-        pass
-    except CachewarmError as exc:
-        _log.warning("daemon_does_not_answer", reason=str(exc))
-        return False
-    command = [*entry_command("cachewarmd"), "--socket", str(socket)]
-    command += ["--exit-when-unused", f"{_LINGER_S:g}s"]
-    if pool_bytes is not None:
-        command += ["--pool-bytes", str(pool_bytes)]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C at our terminal is not meant for it
+
+    def __init__(
+        self, process: subprocess.Popen[bytes] | None, socket: Path | None, keep: bool
+    ) -> None:
+        self._process = process
+        self._socket = socket
+        self._keep = keep
+        self._serves: asyncio.Task[bool] | None = None
+
+    async def ready(self) -> None:
+        """Returns when it serves, or never will: that is not fatal, it is logged."""
+        if self._serves is not None:
+            await asyncio.wait({self._serves})
+
+    async def __aenter__(self) -> OurDaemon:
+        if self._process is not None:
+            self._serves = asyncio.create_task(_does_serve(self._process))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._serves is None or self._socket is None:
+            return
+        if await self._serves and not self._keep:
+            await stop_daemon(self._socket)
+
+
+async def _does_serve(process: subprocess.Popen[bytes]) -> bool:
+    child = Child(process)
+    reader = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), process.stdout
     )
-    assert process.stdout is not None
     line = b""
     with contextlib.suppress(TimeoutError):
-        line = await asyncio.wait_for(process.stdout.readline(), _START_TIMEOUT_S)
+        line = await asyncio.wait_for(reader.readline(), _START_TIMEOUT_S)
+    pipe.close()
     if line:
         return True
-    if process.returncode is None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), 1.0)
-    if process.returncode != _ALREADY_SERVED:
-        _log.warning("daemon_not_started_serving_cold", exit_status=process.returncode)
+    await child.wait(1.0)
+    if child.returncode != _ALREADY_SERVED:
+        _log.warning("daemon_not_started_serving_cold", exit_status=child.returncode)
     return False
 
 

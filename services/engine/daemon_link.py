@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from cachewarmd.client import Client, SharedPool
 from cachewarmd.errors import CachewarmError
 from cachewarmd.keys import root_key
+from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 _REGISTER_TIMEOUT_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 2.0

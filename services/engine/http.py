@@ -13,7 +13,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import structlog
 import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -25,14 +24,13 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from engine.errors import StartError
+from cachewarmd.log import get_logger
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 _MAX_HEAD_BYTES = 16 << 10
 _IDLE_TIMEOUT_S = 30  # for the next request's head to be whole
 _STOP_TIMEOUT_S = 0.5  # for responses that are under way at the end
-_BACKLOG = 128
 _MAX_ECHO = 128  # characters of a client's text in an error
 
 
@@ -191,14 +189,10 @@ def _at_boundary(app: ASGIApp) -> Callable[[Scope, Receive, Send], Awaitable[Non
 
 
 class HttpServer:
-    """Serves `app` on `host:port` (port 0 = any free one).
+    """Serves `app` on a socket that listens already (`address.bind_http`), until `stop`."""
 
-    bind() -> run() -> stop(). `with` closes the socket whatever happened.
-    """
-
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        self._host, self._wanted = host, port
-        self._socket: socket.socket | None = None
+    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+        self._socket = sock
         self._server = _Server(
             uvicorn.Config(
                 _at_boundary(app),
@@ -219,31 +213,8 @@ class HttpServer:
             )
         )
 
-    def bind(self) -> None:
-        """Take the address; connections queue from here on. Raises StartError naming it."""
-        try:
-            family = socket.getaddrinfo(
-                self._host, self._wanted, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0][0]
-            self._socket = socket.create_server(
-                (self._host, self._wanted), family=family, backlog=_BACKLOG
-            )
-        except OSError as exc:
-            raise StartError(
-                f"HTTP address {self._host}:{self._wanted} can't be bound: {exc.strerror or exc}; "
-                "another --http-port, 0 for any free one, or off"
-            ) from exc
-
-    @property
-    def port(self) -> int:
-        """The port that was bound."""
-        assert self._socket is not None, "not bound"
-        port: int = self._socket.getsockname()[1]
-        return port
-
     async def run(self) -> None:
         """Until `stop`; when cancelled, it stops in order first."""
-        assert self._socket is not None, "not bound"
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         try:
             await asyncio.shield(serving)
@@ -264,15 +235,3 @@ class HttpServer:
     def stop(self) -> None:
         """Take no more connections, finish responses for a moment, cut the rest; within 1 s."""
         self._server.should_exit = True
-
-    def close(self) -> None:
-        """Give the address back; harmless when `run` did."""
-        if self._socket is not None:
-            self._socket.close()
-
-    def __enter__(self) -> HttpServer:
-        self.bind()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""The front's end of a worker process that dialled in."""
+"""The front's end of a worker process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from engine.channel import AsyncChannel, BrokenChannelError
 from engine.request import Stats, StatsRequest, WorkerHello, WorkerReady
 from engine.router import RoutedWorker
 
-_HELLO_TIMEOUT_S = 5.0
-
 
 @dataclass(eq=False)
 class LiveWorker:
-    """A worker that dialled in. `routed` is None while it is a spare."""
+    """A worker that said hello. `routed` is None while it is a spare."""
 
     pid: int
     pidfd: int
@@ -49,16 +47,19 @@ class LiveWorker:
             self.channel.send(StatsRequest())
 
 
-async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> LiveWorker:
-    """Who has connected: the kernel says which process, it says in which role.
-
-    Raises BrokenChannelError, with the connection closed, for what is no worker of ours.
-    """
-    channel = AsyncChannel(reader, writer)
+def peer_pid(writer: asyncio.StreamWriter) -> int:
+    """Which process has dialled in, by the kernel's word."""
     peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid = int.from_bytes(peer[:4], sys.byteorder)
+    return int.from_bytes(peer[:4], sys.byteorder)
+
+
+async def greet(pid: int, channel: AsyncChannel, timeout: float) -> LiveWorker:
+    """The worker at the other end: it says in which role, within `timeout` seconds.
+
+    Raises BrokenChannelError, with the channel closed, for what is no worker of ours.
+    """
     try:
-        hello = await asyncio.wait_for(channel.receive(), _HELLO_TIMEOUT_S)
+        hello = await asyncio.wait_for(channel.receive(), timeout)
         if not isinstance(hello, WorkerHello):
             raise BrokenChannelError("its first message is no hello")
         return LiveWorker(pid, os.pidfd_open(pid), hello.role, channel)

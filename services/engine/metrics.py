@@ -2,7 +2,8 @@
 
 Values are plain numbers and become prometheus_client's families when somebody collects. Its own
 Histogram and Counter lock and search at every token, which costs several times as much, and can't
-take cumulative numbers from workers.
+take cumulative numbers from workers. The library is imported by whoever collects first: it brings
+an HTTP server along, and the front's start is waited for.
 """
 
 from __future__ import annotations
@@ -11,19 +12,14 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
-
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    SummaryMetricFamily,
-)
-from prometheus_client.utils import floatToGoString
+from typing import TYPE_CHECKING
 
 from engine.request import Finished
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Metric
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 
@@ -54,6 +50,9 @@ class Histogram:
 
     def family(self, name: str, text: str) -> Metric:
         """What is exposed: cumulative counts, and their sum."""
+        from prometheus_client.core import HistogramMetricFamily
+        from prometheus_client.utils import floatToGoString
+
         buckets, total = [], 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -121,8 +120,15 @@ class EngineMetrics:
         self._workers = WorkerTotals()
         self._start_seconds: dict[str, float] = {}
         self._backend: dict[str, str] | None = None
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
+
+    @cached_property
+    def registry(self) -> CollectorRegistry:
+        """For whoever exposes it."""
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        return registry
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -232,6 +238,12 @@ class EngineMetrics:
         )
 
     def _worker_families(self) -> Iterator[Metric]:
+        from prometheus_client.core import (
+            GaugeMetricFamily,
+            InfoMetricFamily,
+            SummaryMetricFamily,
+        )
+
         totals = self._workers.totals
         yield _total("engine_preemptions", "Seats taken from requests.", totals["preemptions", ""])
         yield _total("engine_failovers", "Requests given to another worker.", self._num_failovers())
@@ -250,14 +262,20 @@ class EngineMetrics:
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
     return GaugeMetricFamily(name, text, value=value)
 
 
 def _total(name: str, text: str, value: float) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
     return CounterMetricFamily(name, text, value=value)
 
 
 def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
     family = CounterMetricFamily(name, text, labels=[label])
     for value, count in values.items():
         family.add_metric([value], count)

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import structlog
 
+from cachewarmd.log import get_logger
 from engine import errors
 from engine.request import Abort, Finished, Output, Progress, Submit, ToWorker
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 # Deaths of a worker that ran nothing but one request, without a new token in between.
 MAX_SOLO_DEATHS = 3

@@ -1,7 +1,8 @@
 """The front process: one loop that binds its addresses, keeps workers, serves, drains.
 
-Start: bind -> find or start cachewarmd -> workers -> READY. Stop: refuse new requests, let streams
-finish, stop the workers, stop the daemon if it was started here.
+Start: bind -> wait for a cachewarmd that was started -> workers -> READY; processes were begun
+before (`head_start`). Stop: refuse new requests, let streams finish, stop the workers, stop the
+daemon if it was started here.
 """
 
 from __future__ import annotations
@@ -11,36 +12,36 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, MutableMapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 import grpc
-import psutil
-import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cachewarmd import options
+from cachewarmd.log import get_logger
 from cachewarmd.notify import Notifier, keep_telling
 from engine import __version__, daemon
-from engine.address import GrpcAddress
+from engine.address import GrpcAddress, bind_http
 from engine.chat import ChatEncoder, ChatTemplates
 from engine.config import ServeConfig
 from engine.errors import DrainingError, WarmingError
-from engine.http import HttpServer, NotReady, VersionInfo, make_app
+from engine.head_start import HeadStart
 from engine.metrics import EngineMetrics
-from engine.models.config import load_config
 from engine.request import WorkerReady
 from engine.router import Router
 from engine.service import EngineService, FrontState
-from engine.tokenizer import Tokenizer
 from engine.v1 import engine_pb2
 from engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
-from engine.worker_config import worker_config
 from engine.workers import WorkerPool
 
-_log = structlog.get_logger()
+if TYPE_CHECKING:
+    from engine.http import HttpServer, NotReady, VersionInfo
+
+_log = get_logger()
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 _MAX_MESSAGE_BYTES = 16 << 20
@@ -64,16 +65,40 @@ _START_EXTENSION_S = 60.0
 _MAX_PROMPT_CHARS_PER_TOKEN = 64  # of a rendered chat; more can't be within the context
 
 
+async def serve(
+    config: ServeConfig,
+    environ: MutableMapping[str, str],
+    begun: HeadStart,
+    is_interrupted: Callable[[], bool],
+) -> None:
+    """A front from beginning to end; `is_interrupted` tells of a signal before the loop had them.
+
+    Raises StartError, NotifyError, and TokenizerError for a directory that can't be served.
+    """
+    path = config.daemon_socket(environ)
+    async with daemon.OurDaemon(begun.daemon, path, config.keep_daemon) as ours:
+        if not is_interrupted():
+            await Front(config, environ, begun, ours).run(is_interrupted)
+
+
 class Front:
     """One engine's front. `await run()` returns when it has stopped in order."""
 
-    def __init__(self, config: ServeConfig, environ: MutableMapping[str, str]) -> None:
-        """Raises ModelError and TokenizerError for a directory that can't be served."""
-        model = load_config(config.model, config.max_context)
+    def __init__(
+        self,
+        config: ServeConfig,
+        environ: MutableMapping[str, str],
+        begun: HeadStart,
+        ours: daemon.OurDaemon,
+    ) -> None:
+        """Raises NotifyError, TokenizerError."""
+        model = begun.model
+        self._begun = begun
+        self._daemon = ours
         self._config = config
         self._environ = environ
         self._notifier = Notifier.from_environ(environ)
-        self._tokenizer = Tokenizer(config.model)
+        self._tokenizer = begun.tokenizer.result()
         templates = ChatTemplates.load(config.model)
         self._chat = ChatEncoder(
             self._tokenizer,
@@ -90,24 +115,23 @@ class Front:
         self._cut = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._provider: asyncio.Task[None] | None = None
-        self._http: HttpServer | None = None
+        self._http: socket.socket | None = None
 
-    async def run(self) -> None:
+    async def run(self, is_interrupted: Callable[[], bool]) -> None:
         """Serve until SIGTERM or SIGINT. Raises StartError."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, False)
         loop.add_signal_handler(signal.SIGINT, self._on_signal, True)
-        started_daemon = False
+        if is_interrupted():
+            self._stop.set()
+        self._begun.phases.end("tokenizer")
         try:
             async with self._bound() as server:
-                if self._socket is not None:
-                    size = self._config.pool_bytes
-                    started_daemon = await daemon.ensure_daemon(self._socket, size)
+                self._begun.phases.end("bind")
+                await self._daemon.ready()
                 await self._serve(server)
         finally:
             await self._chat.close()
-            if started_daemon and not self._config.keep_daemon and self._socket is not None:
-                await daemon.stop_daemon(self._socket)
 
     @contextlib.asynccontextmanager
     async def _bound(self) -> AsyncIterator[grpc.aio.Server]:
@@ -118,18 +142,13 @@ class Front:
             self._workers = self._make_workers()
             self._metrics = self._make_metrics(self._workers)
             if config.http_port is not None:
-                app = make_app(
-                    registry=self._metrics.registry,
-                    not_ready=self._why_not_ready,
-                    is_stopping=self._stop.is_set,
-                    version=self._version,
-                )
-                self._http = stack.enter_context(HttpServer(app, config.host, config.http_port))
-                self._begin(self._http.run())
+                self._http = stack.enter_context(bind_http(config.host, config.http_port))
             self._add_services(server)
             await self._tell_health()  # before anybody can ask
             await server.start()
             self._address.publish()
+            if self._http is not None:
+                self._begin(self._serve_http(self._http))
             try:
                 yield server
             finally:
@@ -138,15 +157,31 @@ class Front:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await server.stop(None)
 
+    async def _serve_http(self, sock: socket.socket) -> None:
+        """Connections wait in the socket's queue for what takes long to import."""
+
+        def make() -> HttpServer:
+            from engine.http import HttpServer, make_app
+
+            app = make_app(
+                registry=self._metrics.registry,
+                not_ready=self._why_not_ready,
+                is_stopping=self._stop.is_set,
+                version=self._version,
+            )
+            return HttpServer(app, sock)
+
+        server = await asyncio.to_thread(make)
+        await server.run()
+
     def _make_workers(self) -> WorkerPool:
         config = self._config
         path = config.worker_socket
         if path is None:
             path = self._address.worker_socket(options.runtime_dir(self._environ))
-        roles = dict(config.workers)
         return WorkerPool(
-            {role: worker_config(config, self._state.model, role, self._environ) for role in roles},
-            roles,
+            self._begun.start_worker,
+            dict(config.workers),
             config.spare_workers,
             config.watchdog,
             path,
@@ -276,20 +311,32 @@ class Front:
 
     def _announce(self, ready: WorkerReady) -> None:
         state = self._state
-        state.start_seconds = time.time() - psutil.Process().create_time()
-        self._metrics.start_seconds({**ready.start_phases_s, "total": state.start_seconds})
+        self._begun.phases.end("workers")
+        state.start_seconds = self._begun.phases.total
+        front = {f"front_{name}": spent for name, spent in self._begun.phases.seconds.items()}
+        phases = {**front, **ready.start_phases_s, "total": state.start_seconds}
+        self._metrics.start_seconds(phases)
         self._metrics.backend(ready.backend, ready.backend_reason)
         line = {
             "event": "ready",
             "address": self._address.target,
-            "http_address": f"{self._config.host}:{self._http.port}" if self._http else None,
+            "http_address": f"{self._config.host}:{self._http.getsockname()[1]}"
+            if self._http
+            else None,
             "pid": os.getpid(),
             "model": state.model_name,
             "model_version": ready.model_version,
             "start_seconds": round(state.start_seconds, 3),
+            "start_phases": {name: round(spent, 3) for name, spent in phases.items()},
         }
         print(json.dumps(line), flush=True)
         self._notifier.ready()
+
+    @property
+    def _http_address(self) -> str | None:
+        if self._http is None:
+            return None
+        return f"{self._config.host}:{self._http.getsockname()[1]}"
 
     async def _tell_health(self) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
@@ -308,6 +355,8 @@ class Front:
         return f"{what}: {router.num_running} running, {router.num_waiting} waiting"
 
     def _why_not_ready(self) -> NotReady | None:
+        from engine.http import NotReady
+
         if self._state.is_draining:
             return NotReady("draining", DrainingError.retry_after_s or 1.0)
         if not self._state.has_workers:
@@ -315,6 +364,8 @@ class Front:
         return None
 
     def _version(self) -> VersionInfo:
+        from engine.http import VersionInfo
+
         worker = self._state.worker
         return VersionInfo(
             version=__version__,

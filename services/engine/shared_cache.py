@@ -14,16 +14,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
-import structlog
 
 from cachewarmd.errors import CachewarmError, TimedOutError
 from cachewarmd.keys import block_key, chain_keys, tail_keys
+from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import PrivateBlock, PrivatePool, SharedBlock
 from engine.daemon_link import DaemonLink, Link
 from engine.scheduler import Sequence as Request
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 _PUBLISH_TIMEOUT_S = 2.0
 # After a lookup that got no answer in time the next ones don't try: each would cost its budget.

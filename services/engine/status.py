@@ -6,15 +6,15 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-import structlog
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from cachewarmd.log import get_logger
 from engine import errors
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; grpcio ships no types
 

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 
+from cachewarmd.log import get_logger
 from engine.attempt import AttemptState, Clock, finished
 from engine.block_table import BlockTable, PrivatePool
 from engine.channel import BrokenChannelError
@@ -37,7 +37,7 @@ from engine.sampler import sample
 from engine.scheduler import ScheduledChunk, Scheduler, Sequence, Status
 from engine.shared_cache import SharedCache
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 _LOOKUP_BUDGET_SHARE = 0.02  # of the estimated recompute
 _OWED_POLL_S = 0.5

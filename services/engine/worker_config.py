@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import psutil
+from pathlib import Path
 
 from engine.config import ServeConfig, WorkerConfig
 from engine.executor.backends import backend_named
@@ -32,6 +31,15 @@ def default_pool_bytes(config: ServeConfig, model: ModelConfig, available_bytes:
     return block_bytes * min(wanted, max(affordable, one_request))
 
 
+def _available_bytes() -> int:
+    """Memory that could be taken without swapping; 0 where the kernel does not say."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return 1024 * int(value.split()[0])
+    return 0
+
+
 def worker_config(
     config: ServeConfig,
     model: ModelConfig,
@@ -42,7 +50,7 @@ def worker_config(
     config = config.for_role(role)
     pool_bytes = config.private_pool_bytes
     if pool_bytes is None:
-        pool_bytes = default_pool_bytes(config, model, psutil.virtual_memory().available)
+        pool_bytes = default_pool_bytes(config, model, _available_bytes())
     return WorkerConfig(
         role=role,
         backend=config.backend,

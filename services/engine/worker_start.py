@@ -6,15 +6,11 @@ import os
 import queue
 import socket
 import threading
-import time
-from pathlib import Path
-
-import psutil
-import structlog
 
 from cachewarmd.client import AttachedWeights, Client, create_private_pool, load_private
 from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError
 from cachewarmd.keys import Stamp
+from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import PrivatePool
 from engine.channel import BlockingChannel, BrokenChannelError
@@ -24,11 +20,12 @@ from engine.errors import ModelError
 from engine.executor.backends import ExecutorOptions, backend_named
 from engine.executor.base import Executor
 from engine.models.config import ModelConfig, load_config
+from engine.phases import Phases
 from engine.request import WorkerFailed, WorkerHello, WorkerReady
 from engine.shared_cache import SharedCache
 from engine.worker import Inbox, Worker
 
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 def _read_inbox(channel: BlockingChannel, inbox: Inbox) -> None:
@@ -79,31 +76,17 @@ def _pin(cpus: list[int]) -> list[int]:
 
     The kernel silently drops unknown CPUs of a set, so the result is compared.
     """
-    process = psutil.Process()
     if cpus:
-        allowed = sorted(process.cpu_affinity())
+        allowed = sorted(os.sched_getaffinity(0))
         if not set(cpus) <= set(allowed):
             raise ModelError(f"worker-cpus {cpus} is not allowed: among {allowed}")
-        process.cpu_affinity(cpus)
-    return sorted(process.cpu_affinity())
-
-
-class _Phases:
-    """How long each part of the start took, since the process began."""
-
-    def __init__(self) -> None:
-        self.seconds = {"process": time.time() - psutil.Process().create_time()}
-        self._last = time.monotonic()
-
-    def end(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[name], self._last = now - self._last, now
+        os.sched_setaffinity(0, cpus)
+    return sorted(os.sched_getaffinity(0))
 
 
 def _build(
-    config: WorkerConfig, channel: BlockingChannel, inbox: Inbox
+    config: WorkerConfig, channel: BlockingChannel, inbox: Inbox, phases: Phases
 ) -> tuple[Worker, SharedCache | None, WorkerReady]:
-    phases = _Phases()
     cpus = _pin(list(config.cpus))
     backend = backend_named(config.backend)
     phases.end("imports")
@@ -117,6 +100,7 @@ def _build(
             f"private-pool-bytes {config.private_pool_bytes} is not allowed: at least one block of "
             f"{block_bytes} bytes"
         )
+    phases.end("config")
     pool_fd, pool_memory = create_private_pool(pool_bytes)
     pool = PrivatePool(pool_memory, block_bytes)
 
@@ -163,14 +147,29 @@ def _build(
     return worker, cache, ready
 
 
-def run(config: WorkerConfig, front: Path) -> int:
-    """Dial the front and work for it until it is gone; returns the exit status."""
+def _dial(front: str) -> socket.socket:
+    """The socket that a front gave, "fd:N", or a connection to "unix:PATH". Raises OSError."""
+    scheme, _, place = front.partition(":")
+    if scheme == "fd":
+        return socket.socket(fileno=int(place))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(str(front))
-    except OSError as exc:
+        sock.connect(place)
+    except BaseException:
         sock.close()
-        _log.error("front_not_reached", front=str(front), reason=exc.strerror)
+        raise
+    return sock
+
+
+def run(config: WorkerConfig, front: str, phases: Phases) -> int:
+    """Work for the front until it is gone; returns the exit status.
+
+    `front` is "unix:PATH" or "fd:N"; `phases` began with the process and go on.
+    """
+    try:
+        sock = _dial(front)
+    except OSError as exc:
+        _log.error("front_not_reached", front=front, reason=exc.strerror)
         return 1
     channel = BlockingChannel(sock)
     inbox: Inbox = queue.SimpleQueue()
@@ -181,7 +180,7 @@ def run(config: WorkerConfig, front: Path) -> int:
             target=_read_inbox, args=(channel, inbox), name="inbox", daemon=True
         ).start()
         try:
-            worker, cache, ready = _build(config, channel, inbox)
+            worker, cache, ready = _build(config, channel, inbox, phases)
         except (ModelError, CachewarmError, OSError) as exc:
             channel.send(WorkerFailed(str(exc)))
             return 1

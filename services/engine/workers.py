@@ -1,14 +1,13 @@
 """Worker processes: spawn, accept, hear, watch, replace.
 
-A worker is exec'd anew, never forked from the front; or it is a unit of its own (`external`).
-Either way it dials the front's Unix socket. Spares are workers that are ready and get nothing to do
+A worker is exec'd with a socket to the front; or it is a unit of its own (`external`) and dials the
+front's. Spares are workers that are ready and get nothing to do
 until another one of their role dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import stat
 import time
@@ -16,13 +15,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from cachewarmd import options
-from engine.channel import BrokenChannelError
-from engine.config import WorkerConfig
+from cachewarmd.log import get_logger
+from engine.channel import AsyncChannel, BrokenChannelError
+from engine.child import Child
 from engine.errors import StartError, WeightsChangedError
-from engine.live_worker import LiveWorker, greet
+from engine.live_worker import LiveWorker, greet, peer_pid
 from engine.request import (
     Finished,
     FromWorker,
@@ -35,11 +33,12 @@ from engine.request import (
     WorkerReady,
 )
 from engine.router import Router
-from engine.spawn import worker_command, worker_environment
+from engine.spawn import StartedWorker
 
-_log = structlog.get_logger()
+_log = get_logger()
 
-_DIAL_TIMEOUT_S = 60.0
+_HELLO_TIMEOUT_S = 60.0  # of a process that has to start first
+_DIALLED_TIMEOUT_S = 5.0  # of one that dialled in
 _STOP_TIMEOUT_S = 5.0
 _MAX_FAILED_STARTS = 3
 _RETRY_S = 1.0
@@ -50,13 +49,14 @@ _STATS_TIMEOUT_S = 2.0
 class WorkerPool:
     """Keeps `counts` workers of each role alive, spares beside them, and tells the router.
 
-    `socket_path` is where workers dial in. `on_change(ready)` is called with what a worker serves
+    `start_worker(role)` starts a process, or gives one that runs already; external workers start
+    themselves and dial `socket_path`. `on_change(ready)` is called with what a worker serves
     when one becomes able to take requests, and with None when the last one is lost.
     """
 
     def __init__(
         self,
-        configs: Mapping[str, WorkerConfig],
+        start_worker: Callable[[str], StartedWorker],
         counts: Mapping[str, int],
         num_spares: int,
         watchdog_s: float,
@@ -66,7 +66,7 @@ class WorkerPool:
         *,
         is_external: bool = False,
     ) -> None:
-        self._configs = configs
+        self._start_worker = start_worker
         self._counts = counts
         self._num_spares = num_spares
         self._watchdog_s = watchdog_s
@@ -75,8 +75,7 @@ class WorkerPool:
         self._on_change = on_change
         self._is_external = is_external
         self._server: asyncio.Server | None = None
-        self._dialled: dict[int, asyncio.Future[LiveWorker]] = {}  # by pid, of those we spawned
-        self._processes: set[asyncio.subprocess.Process] = set()
+        self._processes: set[Child] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
         self._was_ready = False
@@ -132,7 +131,8 @@ class WorkerPool:
         A worker that names its reason (no such model, say) is not tried again, unless others run.
         """
         self._failure = asyncio.get_running_loop().create_future()
-        await self._listen()
+        if self._is_external:
+            await self._listen()
         try:
             self._spawn_task(self._watch())
             if not self._is_external:
@@ -185,15 +185,15 @@ class WorkerPool:
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
+            self._path.unlink(missing_ok=True)
         heard = {worker.pid for worker in self.live}
         for process in self._processes:
             if process.pid not in heard and process.returncode is None:
-                process.terminate()  # it has not dialled in yet: nobody else tells it
+                process.terminate()  # it has not said hello yet: nobody else tells it
         await asyncio.gather(*(self._reap(process) for process in list(self._processes)))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._path.unlink(missing_ok=True)
 
     # -- spawning -------------------------------------------------------------------------------
 
@@ -209,37 +209,25 @@ class WorkerPool:
 
     async def _one_life(self, role: str) -> bool:
         """Spawn a worker and wait until it is gone; was it ever ready?"""
-        process = await asyncio.create_subprocess_exec(
-            *worker_command(role, self._path, self._configs[role]),
-            stdin=asyncio.subprocess.DEVNULL,
-            env=worker_environment(),
-        )
+        started = self._start_worker(role)
+        process = Child(started.process)
         self._processes.add(process)
-        dialled: asyncio.Future[LiveWorker] = asyncio.get_running_loop().create_future()
-        self._dialled[process.pid] = dialled
-        died = asyncio.create_task(process.wait())
         try:
-            either: set[asyncio.Future[Any]] = {dialled, died}
-            await asyncio.wait(either, timeout=_DIAL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if not dialled.done():
-                return False
-            worker = dialled.result()
+            channel = AsyncChannel(*await asyncio.open_unix_connection(sock=started.socket))
+            worker = await greet(process.pid, channel, _HELLO_TIMEOUT_S)
             await self._hear(worker)
             return worker.ready is not None
+        except BrokenChannelError:
+            return False  # it ended, or hung, before its hello
         finally:
-            del self._dialled[process.pid]
             await self._reap(process)
-            await died
             self._processes.discard(process)
             if process.returncode and not self._stopping:
                 _log.warning("worker_ended", pid=process.pid, status=process.returncode)
 
-    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+    async def _reap(self, process: Child) -> None:
         """A worker leaves when its channel closes; one that does not is killed."""
-        patience = _STOP_TIMEOUT_S if self._stopping else 0.2
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), patience)
-        if process.returncode is None:
+        if not await process.wait(_STOP_TIMEOUT_S if self._stopping else 0.2):
             process.kill()
             await process.wait()
 
@@ -247,15 +235,13 @@ class WorkerPool:
 
     async def _on_dial(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A process has connected; who it is, the kernel says."""
+        channel = AsyncChannel(reader, writer)
         try:
-            worker = await greet(reader, writer)
+            worker = await greet(peer_pid(writer), channel, _DIALLED_TIMEOUT_S)
         except BrokenChannelError as exc:
             _log.warning("stranger_on_worker_socket", reason=str(exc))
             return
-        ours = self._dialled.get(worker.pid)
-        if ours is not None and not ours.done():
-            ours.set_result(worker)
-        elif self._is_external and worker.role in self._counts and not self._stopping:
+        if worker.role in self._counts and not self._stopping:
             await self._hear(worker)
         else:
             _log.warning("stranger_on_worker_socket", pid=worker.pid, role=worker.role)

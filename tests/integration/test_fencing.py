@@ -31,6 +31,7 @@ from engine.request import (
     ToWorker,
 )
 from engine.router import ActiveRequest, Router
+from engine.spawn import StartedWorker
 from engine.workers import WorkerPool
 from tests.daemon import PATIENCE_S, Daemon, environment
 from tests.engine import START_S, command, make_prompt
@@ -202,6 +203,10 @@ class Site:
         return request.output_ids
 
 
+def _no_start(role: str) -> StartedWorker:
+    raise AssertionError(f"a {role} worker is started")
+
+
 @pytest.fixture
 async def site(
     module_daemon: Daemon, m_rand_dir: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,7 +215,9 @@ async def site(
     monkeypatch.setattr(LiveWorker, "kill", lambda worker: None)
     router, path = Router(16), short_dir / "front"
     counts = {"unified": 1}
-    pool = WorkerPool({}, counts, 0, WATCHDOG_S, path, router, lambda ready: None, is_external=True)
+    pool = WorkerPool(
+        _no_start, counts, 0, WATCHDOG_S, path, router, lambda ready: None, is_external=True
+    )
     running = asyncio.create_task(pool.run())
     made = Site(m_rand_dir, module_daemon, path, router, pool)
     try:

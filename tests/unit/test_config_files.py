@@ -553,8 +553,8 @@ def test_a_worker_of_its_own_takes_the_same_file(
     quiet: Path, tmp_path: Path, m_rand_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Role, flags, and where to dial; a front's JSON leaves no room for other settings."""
-    calls: list[tuple[WorkerConfig, Path]] = []
-    fake = SimpleNamespace(run=lambda *args: calls.append(args) or 0)
+    calls: list[tuple[WorkerConfig, str]] = []
+    fake = SimpleNamespace(run=lambda made, front, phases: calls.append((made, front)) or 0)
     monkeypatch.setitem(sys.modules, "engine.worker_start", fake)
     monkeypatch.setattr(engine, "worker_start", fake, raising=False)
     text = f'model = "{m_rand_dir}"\nlisten = "unix:/run/e"\nmax-queue = 3\n' + ROLES_FILE
@@ -564,13 +564,18 @@ def test_a_worker_of_its_own_takes_the_same_file(
     assert engine_main.main([*flags, "--front", "unix:/run/other"]) == 0
     (made, front), (_, other) = calls
     assert (made.role, made.max_num_seqs, made.block_size) == ("decode", 128, 64)
-    assert (front, other) == (Path("/run/e.workers"), Path("/run/other"))
+    assert (front, other) == ("unix:/run/e.workers", "unix:/run/other")
     given_json = ["worker", "--front", "unix:/run/e", "--config-json", made.to_json()]
     assert engine_main.main(given_json) == 0
-    assert calls[-1] == (made, Path("/run/e"))
+    assert calls[-1] == (made, "unix:/run/e")
     for more in (["--config", str(path)], ["--block-size", "64"]):
         assert engine_main.main([*given_json, *more]) == 2
-    for bad in (["--front", "/run/e"], ["--front", "unix:"], ["--max-context", "0"]):
+    for bad in (
+        ["--front", "/run/e"],
+        ["--front", "unix:"],
+        ["--front", "fd:3"],
+        ["--max-context", "0"],
+    ):
         assert engine_main.main([*flags, *bad]) == 2
     assert len(calls) == 3
 

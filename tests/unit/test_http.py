@@ -21,6 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from engine import http as engine_http
+from engine.address import bind_http
 from engine.errors import StartError
 from engine.http import HttpServer, NotReady, VersionInfo, error_response, make_app
 from engine.metrics import EngineMetrics
@@ -63,6 +64,7 @@ def ask(port: int, path: str, method: str = "GET", headers: dict[str, str] | Non
 class Served:
     """A running server, and what its app tells."""
 
+    port: int = 0
     not_ready: NotReady | None = None
     is_stopping: bool = False
     version: VersionInfo = field(
@@ -73,7 +75,7 @@ class Served:
 
     async def ask(self, *arguments: Any, **more: Any) -> Answer:
         """`ask` in a thread, so that the loop serves meanwhile."""
-        return await asyncio.to_thread(ask, self.server.port, *arguments, **more)
+        return await asyncio.to_thread(ask, self.port, *arguments, **more)
 
 
 @contextlib.asynccontextmanager
@@ -91,7 +93,9 @@ async def served(*routes: Route) -> AsyncIterator[Served]:
         routes=routes,
     )
     before = asyncio.all_tasks()
-    with HttpServer(app, "127.0.0.1", 0) as told.server:
+    with bind_http("127.0.0.1", 0) as sock:
+        told.port = sock.getsockname()[1]
+        told.server = HttpServer(app, sock)
         running = asyncio.create_task(told.server.run())
         try:
             yield told
@@ -232,7 +236,7 @@ def test_an_address_in_use_is_named() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(StartError, match=rf"127\.0\.0\.1:{other.getsockname()[1]}.*--http-port"),
-        HttpServer(_nothing, "127.0.0.1", other.getsockname()[1]),
+        bind_http("127.0.0.1", other.getsockname()[1]),
     ):
         pass
 
@@ -242,7 +246,7 @@ def test_a_wildcard_does_not_hide_behind_a_taken_port() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(StartError, match="in use"),
-        HttpServer(_nothing, "0.0.0.0", other.getsockname()[1]),
+        bind_http("0.0.0.0", other.getsockname()[1]),
     ):
         pass
 
@@ -251,21 +255,13 @@ def test_a_host_that_is_none_is_named() -> None:
     """A host name that can't be resolved is a StartError too."""
     with (
         pytest.raises(StartError, match=r"no\.such\.host\.invalid:0"),
-        HttpServer(_nothing, "no.such.host.invalid", 0),
+        bind_http("no.such.host.invalid", 0),
     ):
         pass
 
 
 async def _nothing(scope: object, receive: object, send: object) -> None:
     """An app that is never called."""
-
-
-def test_a_bound_server_that_never_ran_gives_the_address_back() -> None:
-    """`with` closes the socket, and the same port can be bound at once."""
-    with HttpServer(_nothing, "127.0.0.1", 0) as first:
-        port = first.port
-    with HttpServer(_nothing, "127.0.0.1", port) as second:
-        assert second.port == port
 
 
 async def test_signals_are_left_alone() -> None:
@@ -285,7 +281,7 @@ async def _closed_by_server(reader: asyncio.StreamReader) -> bytes:
 async def test_a_head_over_the_limit_is_refused() -> None:
     """More than 16 KiB of header ends the connection with a 400."""
     async with served() as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         with contextlib.closing(writer):
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (20 << 10))
             assert (await _closed_by_server(reader)).startswith(b"HTTP/1.1 400 ")
@@ -303,7 +299,7 @@ async def test_a_connection_without_a_whole_request_is_closed(
     """Who sends no request, or half of one, does not keep the connection."""
     monkeypatch.setattr(engine_http, "_IDLE_TIMEOUT_S", 0.1)
     async with served() as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.server.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         with contextlib.closing(writer):
             writer.write(sent)
             answer = await _closed_by_server(reader)
@@ -343,7 +339,7 @@ async def test_stop_takes_less_than_a_second_whatever_clients_do(
 
     with structlog.testing.capture_logs() as logs, contextlib.ExitStack() as stack:
         async with served(Route("/endless", handler)) as server:
-            port = server.server.port
+            port = server.port
             for sent in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
                 stack.callback(writer.close)
@@ -379,11 +375,11 @@ async def test_stop_lets_a_short_response_finish() -> None:
 
 async def test_cancelling_run_stops_in_order() -> None:
     """A cancelled `run` closes listener and connections before it ends."""
-    with HttpServer(_nothing, "127.0.0.1", 0) as server:
-        running = asyncio.create_task(server.run())
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    with bind_http("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        running = asyncio.create_task(HttpServer(_nothing, sock).run())
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.closing(writer):
-            port = server.port
             running.cancel()
             assert await _closed_by_server(reader) == b""
         with pytest.raises(asyncio.CancelledError):

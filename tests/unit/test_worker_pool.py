@@ -40,6 +40,7 @@ from engine.request import (
     WorkerReady,
 )
 from engine.router import ActiveRequest, Router
+from engine.spawn import StartedWorker
 from engine.workers import WorkerPool
 
 PATIENCE_S = 10.0
@@ -51,6 +52,11 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[LiveWorker]:
     found: list[LiveWorker] = []
     monkeypatch.setattr(LiveWorker, "kill", lambda worker: found.append(worker))
     return found
+
+
+def no_start(role: str) -> StartedWorker:
+    """Of a pool whose workers are external."""
+    raise AssertionError(f"a {role} worker is started")
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -139,7 +145,7 @@ class Site:
         self.router = Router(100, has_roles="prefill" in counts)
         self.changes: list[WorkerReady | None] = []
         self.pool = WorkerPool(
-            {}, counts, 0, watchdog_s, path, self.router, self.changes.append,
+            no_start, counts, 0, watchdog_s, path, self.router, self.changes.append,
             is_external=True,
         )  # fmt: skip
         self.running = asyncio.create_task(self.pool.run())
@@ -280,23 +286,19 @@ async def test_one_that_says_nothing_is_cut_off(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection without a hello does not stay open for ever."""
-    monkeypatch.setattr("engine.live_worker._HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("engine.workers._DIALLED_TIMEOUT_S", 0.05)
     async with site(short_dir) as s:
         stranger = await Fake.dial(s.path)
         s.fakes.append(stranger)
         await until(lambda: stranger.is_cut, "cut off")
 
 
-async def test_a_process_that_was_not_spawned_here_is_a_stranger(short_dir: Path) -> None:
-    """Unless workers are external, only children of this front are heard: the kernel says who."""
-    router, path = Router(10), short_dir / "w.sock"
-    pool = WorkerPool({}, {}, 0, 60.0, path, router, lambda ready: None)
+async def test_nobody_can_dial_a_front_that_starts_its_own_workers(short_dir: Path) -> None:
+    """Its workers have their sockets from it; there is none in the file system."""
+    pool = WorkerPool(no_start, {}, 0, 60.0, short_dir / "w", Router(10), lambda ready: None)
     running = asyncio.create_task(pool.run())
-    await until(path.exists, "listening")
-    fake = await Fake.dial(path, WorkerHello(os.getpid(), "unified"), make_ready())
-    await until(lambda: fake.is_cut, "cut off")
-    assert pool.live == []
-    await fake.leave()
+    await until(lambda: bool(pool._tasks), "running")
+    assert os.listdir(short_dir) == []
     pool.stop()
     await asyncio.wait_for(running, PATIENCE_S)
 
@@ -316,7 +318,7 @@ async def test_a_file_at_the_sockets_path_is_left_alone(short_dir: Path) -> None
     """It is no socket of an engine: the start fails and names it."""
     path = short_dir / "w.sock"
     path.write_text("mine")
-    pool = WorkerPool({}, {}, 0, 60.0, path, Router(1), lambda ready: None)
+    pool = WorkerPool(no_start, {}, 0, 60.0, path, Router(1), lambda ready: None, is_external=True)
     with pytest.raises(errors.StartError, match=r"w\.sock"):
         await pool.run()
     assert path.read_text() == "mine"

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from engine.models.fields import Fields
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _DEFAULT_THETA = 10000.0
 # Keys that belong to each kind alone.
@@ -54,6 +55,8 @@ class Rope:
         original_context / low_freq_factor, keeps those below original_context / high_freq_factor
         and blends between them (the formula published with Llama 3.1).
         """
+        import numpy as np  # here: the front reads configs too, and its start is waited for
+
         kept = self.theta ** (-np.arange(0, head_dim, 2) / head_dim)
         slowed = kept / self.factor
         if self.kind != "llama3":
