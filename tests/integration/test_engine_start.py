@@ -58,7 +58,8 @@ if "--config-json" in sys.orig_argv:
 
 # What a front has no use for. With HTTP off, the second half too.
 NOT_IN_A_FRONT = {
-    *("torch", "numpy", "engine.executor", "engine.kernels", "engine.models.decoder"),
+    *("torch", "numpy", "engine.executor.base", "engine.executor.cpu", "engine.kernels"),
+    *("engine.executor.reference", "engine.models.decoder"),
     *("engine.models.packing", "engine.worker", "engine.worker_start", "engine.scheduler"),
     *("safetensors", "xxhash", "jinja2", "transformers", "rich", "psutil"),
 }

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from cachewarmd.v1 import control_pb2 as pb
 from engine.errors import ModelError
-from engine.executor.base import Executor
-from engine.models.config import ModelConfig
-from engine.models.packing import PANEL, panel_plan, reference_plan
+from engine.models.config import PANEL, ModelConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from cachewarmd.v1 import control_pb2 as pb
+    from engine.executor.base import Executor
 
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 96  # query heads of a KV head
@@ -31,9 +33,6 @@ class ExecutorOptions:
     cpus: tuple[int, ...]  # one thread for each
 
 
-Build = Callable[[ModelConfig, pb.PackPlan, npt.NDArray[np.uint8], ExecutorOptions], Executor]
-
-
 @dataclass(frozen=True)
 class Backend:
     """One way to compute a model."""
@@ -42,7 +41,7 @@ class Backend:
     pack_plan: Callable[[ModelConfig], pb.PackPlan]
     block_bytes: Callable[[ModelConfig, int], int]  # of one KV block of so many tokens
     check: Callable[[ModelConfig, int], None]  # raises ModelError for what it can't compute
-    build: Build
+    build: Callable[[ModelConfig, pb.PackPlan, npt.NDArray[np.uint8], ExecutorOptions], Executor]
 
 
 def backend_named(name: str) -> Backend:
@@ -56,6 +55,12 @@ def backend_named(name: str) -> Backend:
 
 
 # -- cpu -------------------------------------------------------------------------------------------
+
+
+def _cpu_plan(config: ModelConfig) -> pb.PackPlan:
+    from engine.models.packing import panel_plan
+
+    return panel_plan(config)
 
 
 def _cpu_block_bytes(config: ModelConfig, block_size: int) -> int:
@@ -94,6 +99,12 @@ def _build_cpu(
 # -- reference -------------------------------------------------------------------------------------
 
 
+def _reference_plan(config: ModelConfig) -> pb.PackPlan:
+    from engine.models.packing import reference_plan
+
+    return reference_plan(config)
+
+
 def _reference_block_bytes(config: ModelConfig, block_size: int) -> int:
     return 4 * config.kv_elements_per_token * block_size
 
@@ -114,10 +125,10 @@ def _build_reference(
     return ReferenceExecutor(config, plan, weights, options.block_size)
 
 
-_CPU = Backend("cpu", panel_plan, _cpu_block_bytes, _check_cpu, _build_cpu)
+_CPU = Backend("cpu", _cpu_plan, _cpu_block_bytes, _check_cpu, _build_cpu)
 _REFERENCE = Backend(
     "reference",
-    reference_plan,
+    _reference_plan,
     _reference_block_bytes,
     lambda config, block_size: None,
     _build_reference,

@@ -11,6 +11,8 @@ from engine.errors import ModelError
 from engine.models.fields import Fields, read_object
 from engine.models.rope import Rope, read_rope
 
+PANEL = 32  # outputs of a panel of packed weights; kPanel of the kernels
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -23,12 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cachewarmd.v1 import control_pb2 as pb
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import PANEL, ModelConfig, load_config
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
-PANEL = 32  # outputs of a panel
 _ALIGNMENT = 64
 
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from engine.kernels import _kernels
-from engine.models.config import ModelConfig
-from engine.models.packing import PANEL
+from engine.models.config import PANEL, ModelConfig
 from scripts.lib.bench.context import Bench, say
 from scripts.lib.bench.errors import UsageError
 from scripts.lib.bench.flags import tokens
