@@ -40,15 +40,20 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def attention_model(isa: str = "auto") -> NativeModel:
+def attention_model(
+    isa: str = "auto",
+    heads: int = _HEADS,
+    kv_heads: int = _KV_HEADS,
+    head_dim: int = _HEAD_DIM,
+) -> NativeModel:
     """With zeros for weights. KV is zeros too, which costs the instructions used here the same."""
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         num_layers=2,
         hidden_size=32,
-        num_heads=_HEADS,
-        num_kv_heads=_KV_HEADS,
-        head_dim=_HEAD_DIM,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         ffn_size=32,
         vocab_size=32,
         max_context=1 << 20,
@@ -76,7 +81,8 @@ def prefill(model: NativeModel, length: int) -> tuple[float, NativeSequence]:
     for start in range(0, length, _CHUNK):
         size = min(_CHUNK, length - start)
         model.executor.forward([sequence.chunk([0] * size, needs_logits=False)])
-    return num_flops(length) / model.executor.decoder.profile()["attention"], sequence
+    seconds = model.executor.decoder.profile()["attention"]
+    return num_flops(length, model.config.num_heads, model.config.head_dim) / seconds, sequence
 
 
 def _decode(model: NativeModel, sequence: NativeSequence) -> float:
