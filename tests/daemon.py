@@ -203,7 +203,8 @@ def become(uid: int) -> str:
 
     Not from the start: that user may be unable to read the interpreter or the source tree.
     """
-    return f"import os, cachewarmd.__main__\nos.setgroups([]); os.setgid({uid}); os.setuid({uid})"
+    imports = "import os, structlog, cachewarmd.__main__"
+    return f"{imports}\nos.setgroups([]); os.setgid({uid}); os.setuid({uid})"
 
 
 def wait_readable(fd: int, limit_s: float = PATIENCE_S) -> bool:
