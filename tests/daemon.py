@@ -249,6 +249,13 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def pmd_mapped_bytes(address: int) -> int:
+    """Bytes of the mapping there that are mapped by huge pages, as the kernel counts."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return 1024 * int(next(line for line in lines if line.startswith("ShmemPmdMapped:")).split()[1])
+
+
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A private directory whose name leaves room for a socket path of at most 107 bytes."""
