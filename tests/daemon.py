@@ -203,7 +203,8 @@ def become(uid: int) -> str:
 
     Not from the start: that user may be unable to read the interpreter or the source tree.
     """
-    return f"import os, cachewarmd.__main__\nos.setgroups([]); os.setgid({uid}); os.setuid({uid})"
+    imports = "import os, structlog, cachewarmd.__main__"
+    return f"{imports}\nos.setgroups([]); os.setgid({uid}); os.setuid({uid})"
 
 
 def wait_readable(fd: int, limit_s: float = PATIENCE_S) -> bool:
@@ -247,6 +248,13 @@ def fake_cgroup(root: Path, limit: int | None, used: int = 0, inactive_file: int
 def open_fds() -> int:
     """How many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def pmd_mapped_bytes(address: int) -> int:
+    """Bytes of the mapping there that are mapped by huge pages, as the kernel counts."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{address:x}-"))
+    return 1024 * int(next(line for line in lines if line.startswith("ShmemPmdMapped:")).split()[1])
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -238,8 +239,6 @@ def runtime_dir(environ: Mapping[str, str]) -> Path:
     """Where this user's sockets are: $XDG_RUNTIME_DIR/cachewarm, else one below the temp dir."""
     if environ.get("XDG_RUNTIME_DIR"):
         return Path(environ["XDG_RUNTIME_DIR"]) / "cachewarm"
-    import tempfile  # with all that it compresses with, for those who need it
-
     return Path(tempfile.gettempdir()) / f"cachewarm-{os.getuid()}"
 
 

@@ -353,6 +353,7 @@ def connect_as(path: Path, uid: int, gid: int, groups: Sequence[int]) -> list[st
         "import os, sys\n"
         "from pathlib import Path\n"
         "import cachewarmd.client as c\n"
+        "import cachewarmd.layout, cachewarmd.segment  # while they can be read\n"
         "from cachewarmd.errors import CachewarmError\n"
         "from cachewarmd.v1 import control_pb2 as pb\n"
         f"path = Path({str(path)!r})\n"

@@ -22,7 +22,7 @@ from cachewarmd.errors import ModelFilesError, NoSpaceError, ProtocolError
 from cachewarmd.v1 import control_pb2 as pb
 from engine.models.config import load_config
 from engine.models.packing import reference_plan
-from tests.daemon import PATIENCE_S, Daemon, fake_cgroup, wait_until
+from tests.daemon import PATIENCE_S, Daemon, fake_cgroup, pmd_mapped_bytes, wait_until
 from tests.fixtures.models import write_m_rand
 from tests.fixtures.weight_files import (
     MALFORMED,
@@ -170,6 +170,23 @@ def test_client_maps_what_a_private_load_gives(module_daemon: Daemon, model: Pat
     assert shared.version == private.version == digest_of(model).hex()[:12]
     assert bytes(shared.memory) == bytes(private.memory)
     assert bytes(shared.memory[:8]) == struct.pack("<2f", 1, 2)
+
+
+def test_huge_pages_of_a_segment_are_mapped_as_such_and_told(
+    module_daemon: Daemon, tmp_path: Path
+) -> None:
+    """What status calls huge is so in a client's map; the rest is small, and as good."""
+    model = write_model(tmp_path / "large", *range(MIB))
+    with module_daemon.client(pb.ROLE_ENGINE) as client:
+        plan = plan_of(MIB, 4 * MIB + 64)
+        shared = client.attach_weights(model, "large", "", plan, lambda *_: None, PATIENCE_S)
+    assert np.array_equal(shared.memory[: 4 * MIB].view("<f4"), np.arange(MIB, dtype="<f4"))
+    assert not shared.memory[4 * MIB :].any()
+    status = module_daemon.status()
+    (told,) = [m for m in status.models if m.model_name == "large"]
+    assert told.segment_bytes == len(shared.memory) == 6 * MIB
+    assert pmd_mapped_bytes(shared.memory.ctypes.data) == told.huge_bytes
+    assert status.pool.huge_bytes <= status.pool.committed_bytes
 
 
 def test_files_that_went_missing_leave_the_loaded_weights_in_service(

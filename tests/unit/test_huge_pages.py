@@ -12,6 +12,7 @@ import pytest
 
 from cachewarmd import huge_pages, segment
 from cachewarmd.huge_pages import HUGE_BYTES, Huge, make_huge, map_aligned, rounded
+from tests.daemon import pmd_mapped_bytes
 
 SIZE = 4 * HUGE_BYTES
 
@@ -36,13 +37,6 @@ def num_mappings() -> int:
 
 def allocated_bytes(fd: int) -> int:
     return 512 * os.fstat(fd).st_blocks
-
-
-def pmd_mapped_bytes(address: int) -> int:
-    """Bytes of the mapping there that are mapped by huge pages, as the kernel counts."""
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    next(line for line in lines if line.startswith(f"{address:x}-"))
-    return 1024 * int(next(line for line in lines if line.startswith("ShmemPmdMapped:")).split()[1])
 
 
 def test_mapping_is_aligned_and_goes_with_its_last_view(memfd: int) -> None:
