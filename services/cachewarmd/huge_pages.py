@@ -16,6 +16,8 @@ import contextlib
 import ctypes
 import mmap
 import os
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,8 @@ HUGE_BYTES = 2 << 20
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MADV_COLLAPSE = 25
+_GRACE_S = 0.01
+_FAST_ENOUGH = 2e9  # bytes a second
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,11 +89,12 @@ def map_aligned(
     return whole[skipped : skipped + size]
 
 
-def make_huge(fd: int, offset: int, size: int) -> Huge:
+def make_huge(fd: int, offset: int, size: int, go_on: Callable[[], bool] = lambda: True) -> Huge:
     """Put huge pages under as much of a memfd's range as the kernel gives them for.
 
-    Keeps what is there already; holes become zeros. Works on sealed memfds too, and through any
-    descriptor if there are no holes. Raises OSError when not even small pages can be had.
+    Keeps what is there already, at once where it is huge; holes beside a page become zeros. Works
+    on sealed memfds and through any descriptor. `go_on` is asked before each page. Raises OSError
+    when the range can't be mapped.
     """
     start = _up(offset)
     end = (offset + size) // HUGE_BYTES * HUGE_BYTES
@@ -97,19 +102,35 @@ def make_huge(fd: int, offset: int, size: int) -> Huge:
         return Huge()
     mapped = map_aligned(fd, start, end - start)
     address = mapped.ctypes.data
-    if not (refusal := _collapse(address, end - start)):
-        return Huge(end - start)
-    num_bytes = 0
+    num_bytes, refusal = 0, ""
     for position in range(0, end - start, HUGE_BYTES):
-        if why := _collapse(address + position, HUGE_BYTES):
+        if not go_on():
+            return Huge(num_bytes, refusal or "not in time")
+        if why := _collapse(address + position):
             refusal = why
         else:
             num_bytes += HUGE_BYTES
     return Huge(num_bytes, refusal)
 
 
-def _collapse(address: int, size: int) -> str:
-    """Empty, or why not all of it could be had. Idempotent."""
-    if _libc.madvise(address, size, _MADV_COLLAPSE) == 0:
+def while_fast() -> Callable[[], bool]:
+    """A `go_on` for somebody who is waited for: huge pages may be slow to come.
+
+    A virtual machine that gives free memory back to its host gets it anew, and a fragmented one
+    must move pages first. Small pages, which are reused, come at two gigabytes a second.
+    """
+    num_asked, started = 0, time.monotonic()
+
+    def go_on() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return time.monotonic() - started < _GRACE_S + num_asked * HUGE_BYTES / _FAST_ENOUGH
+
+    return go_on
+
+
+def _collapse(address: int) -> str:
+    """Empty, or why the huge page there could not be had. Idempotent."""
+    if _libc.madvise(address, HUGE_BYTES, _MADV_COLLAPSE) == 0:
         return ""
     return os.strerror(ctypes.get_errno())

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachewarmd.errors import InvalidRequestError, NoSpaceError
-from cachewarmd.huge_pages import HUGE_BYTES, Huge, make_huge, map_aligned
+from cachewarmd.huge_pages import HUGE_BYTES, Huge, make_huge, map_aligned, while_fast
 
 # <linux/fcntl.h>; the fcntl module has only some of them before Python 3.12.
 F_ADD_SEALS = 1033
@@ -42,7 +42,7 @@ def create_memfd(name: str, size: int) -> int:
 
 
 def reserve(fd: int, offset: int, size: int) -> Huge:
-    """Allocate the pages now, huge ones where the kernel gives them; tells how many are.
+    """Allocate the pages now, huge ones where the kernel gives them fast; tells how many are.
 
     A full tmpfs is ENOSPC here, where a first touch would be SIGBUS. Raises NoSpaceError. A memory
     cgroup's limit is no error but a SIGKILL, so callers check `budget.available_bytes` first.
@@ -50,7 +50,7 @@ def reserve(fd: int, offset: int, size: int) -> Huge:
     try:
         for start in range(offset, offset + size, HUGE_BYTES):
             os.posix_fallocate(fd, start, 1)
-        huge = make_huge(fd, offset, size)
+        huge = make_huge(fd, offset, size, while_fast())
         os.posix_fallocate(fd, offset, size)
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.ENOMEM):

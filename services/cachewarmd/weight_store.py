@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from cachewarmd import weights
 from cachewarmd.budget import Budget
 from cachewarmd.errors import InternalError, ModelFilesError, NoSpaceError, ShuttingDownError
-from cachewarmd.huge_pages import Huge, rounded
+from cachewarmd.huge_pages import Huge, make_huge, rounded
 from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.versions import Versions
@@ -86,6 +86,7 @@ class WeightStore:
         self._ticks = itertools.count(1)
         self._is_closed = False
         self._loads: set[asyncio.Task[bool]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[tuple[DirKey, str], Model] = {}
         self._segments: dict[tuple[bytes, str], Segment] = {}
 
@@ -164,7 +165,7 @@ class WeightStore:
     async def close(self) -> None:
         """End the loads that are under way, soon, and wait for that."""
         self._is_closed = True
-        await asyncio.gather(*self._loads, return_exceptions=True)
+        await asyncio.gather(*self._loads, *self._tasks, return_exceptions=True)
 
     async def _refresh(self, model: Model) -> bool:
         loop = asyncio.get_running_loop()
@@ -198,6 +199,10 @@ class WeightStore:
         started = time.monotonic()
         loaded, identities = await self._read(model, progress)
         self._adopt(model, loaded, identities)
+        if loaded.huge.refusal and loaded is model.segment:
+            rest = asyncio.create_task(self._make_huge(loaded))
+            self._tasks.add(rest)
+            rest.add_done_callback(self._tasks.discard)
         _log.info(
             "weights_loaded",
             model=model.name,
@@ -208,6 +213,22 @@ class WeightStore:
             seconds=round(time.monotonic() - started, 3),
         )
         return False
+
+    async def _make_huge(self, loaded: Segment) -> None:
+        """Once nobody waits any more: huge pages for what did not get them in time."""
+        fd = os.dup(loaded.fd)  # the segment may be dropped meanwhile
+        try:
+            loaded.huge = await asyncio.to_thread(
+                make_huge, fd, 0, loaded.size, lambda: not self._is_closed
+            )
+        finally:
+            os.close(fd)
+        _log.info(
+            "weights_on_huge_pages",
+            weights_sha256=loaded.weights_sha256.hex(),
+            huge_bytes=loaded.huge.num_bytes,
+            small_pages_because=loaded.huge.refusal,
+        )
 
     async def _read(
         self, model: Model, progress: weights.Progress

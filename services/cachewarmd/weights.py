@@ -37,7 +37,7 @@ Allocate = Callable[[int, int, Callable[[int], None]], Huge]  # memfd, size, tel
 _NUM_BUFFERS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Segment:
     """Sealed weights: `fd` is the daemon's own, never handed out (see segment.reopen_readonly)."""
 
