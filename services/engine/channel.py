@@ -67,7 +67,8 @@ class AsyncChannel:
 
     def send(self, message: ToWorker) -> None:
         """Queue it; a worker that is gone shows at `receive`."""
-        self._writer.write(encode(message))
+        if not self._writer.is_closing():  # uvloop raises for one that the peer has reset
+            self._writer.write(encode(message))
 
     async def receive(self) -> FromWorker:
         """Wait for the next. Raises BrokenChannelError."""
