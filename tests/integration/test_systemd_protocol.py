@@ -47,7 +47,7 @@ def manager(
 ) -> Iterator[Manager]:
     """Daemons that are started here find it in their environment, with a watchdog of 2 s."""
     address = str(short_dir / "notify")
-    with Manager(address if request.param == "path" else f"@{address}") as fake:
+    with Manager(address if request.param == "path" else f"@{address}", is_store=True) as fake:
         monkeypatch.setenv("NOTIFY_SOCKET", fake.address)
         monkeypatch.setenv("WATCHDOG_USEC", str(int(WATCHDOG_S * 1e6)))
         yield fake
