@@ -208,6 +208,10 @@ def _reattach(state: State, client: Client, envelope: pb.Envelope, _: list[int])
             client.leases.add(lease)
     hit("reattach.claimed")
     state.quarantine.end(request.epoch, request.client_id, client.connection.pid)
+    for other in state.clients:
+        is_named = (state.epoch, other.client_id) == (request.epoch, request.client_id)
+        if is_named and other.connection.is_closed and other.pid == client.pid:
+            state.release_all(other)
     hit("reattach.after")
     client.reply(envelope.id, reattach_reply=pb.ReattachReply(leases=leases))
 

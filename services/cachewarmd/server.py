@@ -27,7 +27,6 @@ from cachewarmd.errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from cachewarmd.failpoints import hit
 from cachewarmd.fdstore import FdStore
 from cachewarmd.listener import Listening
 from cachewarmd.state import Client, State
@@ -265,14 +264,5 @@ class Server:
         finally:
             client.connection.forget_peer()
             if not self._state.stop.is_set():
-                self._release_all(client)
+                self._state.release_all(client)
             self._state.clients.discard(client)
-
-    def _release_all(self, client: Client) -> None:
-        hit("reclaim.before")
-        for lease in client.leases:
-            self._state.kv.release(lease)
-        client.leases.clear()
-        if client.rows is not None:
-            client.rows.close()
-        hit("reclaim.after")

@@ -21,6 +21,7 @@ from cachewarmd.catalog import Catalog
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
 from cachewarmd.errors import CachewarmError, InternalError, NoSpaceError
+from cachewarmd.failpoints import hit
 from cachewarmd.fdstore import FdStore
 from cachewarmd.kv import BlockStore
 from cachewarmd.lease import LeaseRows, LeaseTable
@@ -247,6 +248,17 @@ class State:
         """A client has attached these weights: the model's name stands for them now."""
         client.weights.add(weights_sha256)
         self.weights.serve(model_name, weights_sha256)
+
+    def release_all(self, client: Client) -> None:
+        """A client that has gone holds nothing any more. Idempotent."""
+        hit("reclaim.before")
+        for lease in client.leases:
+            self.kv.release(lease)
+        client.leases.clear()
+        if client.rows is not None:
+            client.rows.close()
+            client.rows = None
+        hit("reclaim.after")
 
     def commit_extent(self) -> bool:
         """Allocate the pool's next extent; False when all are. Raises NoSpaceError."""

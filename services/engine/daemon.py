@@ -47,7 +47,8 @@ async def ensure_daemon(socket: Path, pool_bytes: int | None) -> bool:
     except CachewarmError as exc:
         _log.warning("daemon_does_not_answer", reason=str(exc))
         return False
-    command = [*entry_command("cachewarmd"), "--socket", str(socket)]
+    # Under its holder: its own death must not cost the warmth that it is there for.
+    command = [*entry_command("cachewarmd"), "--holder", "--socket", str(socket)]
     command += ["--exit-when-unused", f"{_LINGER_S:g}s"]
     if pool_bytes is not None:
         command += ["--pool-bytes", str(pool_bytes)]
