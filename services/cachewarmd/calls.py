@@ -106,7 +106,9 @@ async def _attach(state: State, client: Client, envelope: pb.Envelope, fds: list
         )
     finally:
         protocol.close_all(fds)
+    hit("weights.loaded")
     state.serve_weights(client, request.model_name or model.name, loaded.weights_sha256)
+    hit("weights.served")
     reply = pb.AttachWeightsReply(
         weights_sha256=loaded.weights_sha256,
         version=model.shown_version,

@@ -183,8 +183,9 @@ class Pool:
 
     def _join(self, extent: Extent) -> None:
         self.num_extents_of[extent.slot_bytes] += 1
+        extents = self._open.setdefault(extent.slot_bytes, [])
         if extent.free_slots:
-            self._open.setdefault(extent.slot_bytes, []).append(extent)
+            extents.append(extent)
 
     def _leave(self, extent: Extent) -> None:
         self.num_extents_of[extent.slot_bytes] -= 1

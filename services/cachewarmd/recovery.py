@@ -24,6 +24,8 @@ from cachewarmd.pool import Memfds, Pool
 
 # A pool with which so many daemons died before they served is not tried again.
 MAX_STARTS = 5
+# A doubtful record's generation may have lost a bit: further on than it can ever have been.
+_DOUBTFUL_STEP = 1 << 32
 _SIZE_SEALS = segment.F_SEAL_SHRINK | segment.F_SEAL_GROW
 
 
@@ -107,7 +109,7 @@ def restore(pool: Pool, store: BlockStore, *, is_verified: bool) -> Recovered:
     for slot in doubtful:
         hit("recover.free")
         record = pool.records[slot]
-        record["generation"] += 1
+        record["generation"] += _DOUBTFUL_STEP
         record["state"] = BlockState.FREE
     if doubtful:
         pool.header["change_word"] += 1

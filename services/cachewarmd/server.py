@@ -136,6 +136,7 @@ class Server:
             seen, before = self._state.counters["frames"], seen
             if seen == before and seen != checked:
                 checked = seen
+                self._state.counters["invariant_checks"] += 1
                 try:
                     self._state.kv.check_invariants()
                 except AssertionError as exc:

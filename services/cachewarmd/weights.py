@@ -15,6 +15,7 @@ from typing import Any
 
 from cachewarmd import pack, segment
 from cachewarmd.errors import ModelFilesError
+from cachewarmd.failpoints import hit, may_fail
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.weight_files import (
     FileIdentity,
@@ -57,11 +58,15 @@ def load(
         placed = pack.check_plan(plan, tensors_by_name(files))
         fd = segment.create_memfd("cachewarm-weights", size)
         try:
+            may_fail("weights.allocate")
             allocate(fd, size, lambda done: progress("allocate", done, size))
+            may_fail("pack.before")
             target = segment.map_memory(fd, size, writable=True)
             digest = _read_all(files, placed, target, progress)
             del target, placed  # the writable map must be gone before the seal
+            may_fail("pack.after")
             segment.seal_forever(fd)
+            hit("weights.sealed")
         except BaseException:
             os.close(fd)
             raise

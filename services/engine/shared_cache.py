@@ -67,6 +67,7 @@ class _Publish:
 @dataclass(frozen=True)
 class _Reattach:
     link: Link
+    old: Link
     future: Future[tuple[pb.Envelope, list[int]]]
     prefixes: list[CachedPrefix]
 
@@ -83,7 +84,8 @@ class SharedCache:
         self._wake = wake
         self._publishes: list[_Publish] = []
         self._live: set[CachedPrefix] = set()
-        self._followed: Link | None = None  # the last one that was told what is leased
+        self._followed: Link | None = None
+        self._owed: list[Link] = []  # lost ones, of which no daemon has confirmed what is kept
         self._reattaches: list[_Reattach] = []
         self._next_lookup = 0.0
 
@@ -246,21 +248,19 @@ class SharedCache:
 
     def _follow_daemon(self) -> None:
         """Tell a new daemon with the same pool what is leased; take its answers."""
-        link = self._link.current
-        if link is not None and link is not self._followed:
-            before, self._followed = self._followed, link
-            lost: dict[Link, list[CachedPrefix]] = {}
-            if before is not None and _is_same_pool(before, link):
-                lost[before] = []  # told also when nothing is left of it: the rest is free then
-            for prefix in self._live:
-                if prefix.link is not link and _is_same_pool(prefix.link, link):
-                    lost.setdefault(prefix.link, []).append(prefix)
-            for old, prefixes in lost.items():
-                self._reattach(link, old, prefixes)
         for reattach in list(self._reattaches):
             if reattach.future.done():
                 self._reattaches.remove(reattach)
                 self._take_leases(reattach)
+        link = self._link.current
+        if link is not None and link is not self._followed:
+            before, self._followed = self._followed, link
+            owed = [*self._owed, before] if before is not None else self._owed
+            self._owed = [old for old in owed if _is_same_pool(old, link)]
+            # The oldest first: what it names may be kept by a later one's claim that was made and
+            # not confirmed, and must be claimed again before that one's is given up.
+            for old in self._owed:
+                self._reattach(link, old, [p for p in self._live if p.link is old])
 
     def _reattach(self, link: Link, old: Link, prefixes: list[CachedPrefix]) -> None:
         for publish in self._publishes:
@@ -269,16 +269,18 @@ class SharedCache:
         message = pb.Reattach(epoch=old.epoch, client_id=old.client_id, claims=claims)
         with contextlib.suppress(CachewarmError):  # lost again: the next link is told
             future = link.client.submit(pb.Envelope(reattach=message))
-            self._reattaches.append(_Reattach(link, future, prefixes))
+            self._reattaches.append(_Reattach(link, old, future, prefixes))
             future.add_done_callback(lambda _: self._wake())
 
-    @staticmethod
-    def _take_leases(reattach: _Reattach) -> None:
+    def _take_leases(self, reattach: _Reattach) -> None:
         try:
             leases = reattach.future.result()[0].reattach_reply.leases
         except CachewarmError as exc:
             _log.warning("reattach_failed", reason=str(exc))
             return
+        if reattach.link is not self._followed:
+            return  # that one is gone as well, and a later one was asked
+        self._owed.remove(reattach.old)
         _log.info("reattached", leases=len(leases), lost=list(leases).count(0))
         for prefix, lease in zip(reattach.prefixes, leases, strict=True):
             if not lease:

@@ -1,4 +1,4 @@
-"""kill -9 for the daemon under a running engine: no failed request, no token changed, still warm."""
+"""kill -9 for the daemon under a running engine: no request fails, no token changes, still warm."""
 
 from __future__ import annotations
 
