@@ -50,7 +50,7 @@ async def _serve(
     own = kept.take(fdstore.LISTENER)
     with listener.listen(settings.socket, activated, own) as listening:
         server = Server(settings, _bump_epoch(listening.lock_fd), kept)
-        if not listening.is_activated:
+        if not listening.is_activated and listening.sock.fileno() != own:
             kept.keep(fdstore.LISTENER, listening.sock.fileno())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
