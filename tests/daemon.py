@@ -114,6 +114,21 @@ class Daemon:
         assert self._process is not None
         return self._process.pid
 
+    def serving_pid(self) -> int:
+        """Of the daemon that answers; under a holder that is another one than `pid`."""
+        return self.status().pid
+
+    def kill_under_holder(self) -> int:
+        """SIGKILL for the daemon, not for its holder; returns its pid once it is gone."""
+        pid = self.serving_pid()
+        pidfd = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            assert wait_readable(pidfd), "it is killed, but not dead"
+        finally:
+            os.close(pidfd)
+        return pid
+
     def log(self) -> str:
         """What it wrote to stderr so far."""
         if self._log_file is not None:
@@ -161,7 +176,11 @@ class Daemon:
         try:
             self.wait()
         except subprocess.TimeoutExpired:
+            family = [] if self._process is None else children_of(self.pid)
             self.kill()
+            for pid in family:  # a holder's daemon would live on
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             raise
 
     def __enter__(self) -> Daemon:
@@ -198,12 +217,18 @@ class Daemon:
             return client.call(pb.Envelope(status=pb.Status()), PATIENCE_S)[0].status_reply
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started and that run now."""
+    tasks = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in tasks.read_text().split()] if tasks.exists() else []
+
+
 def become(uid: int) -> str:
     """Code that turns a root process into another user's, once our modules are imported.
 
     Not from the start: that user may be unable to read the interpreter or the source tree.
     """
-    imports = "import os, structlog, cachewarmd.__main__"
+    imports = "import os, structlog, cachewarmd.program"
     return f"{imports}\nos.setgroups([]); os.setgid({uid}); os.setuid({uid})"
 
 

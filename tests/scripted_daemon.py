@@ -29,6 +29,7 @@ Reply = Future[tuple[pb.Envelope, list[int]]]
 @dataclass
 class _Slot:
     key: bytes = b""
+    parent: bytes = b""
     num_tokens: int = 0
     generation: int = 0
 
@@ -44,16 +45,35 @@ class ScriptedDaemon:
     is_lost: bool = False
     num_evicted: int = 0
     leases: dict[int, set[int]] = field(default_factory=dict)
+    before: ScriptedDaemon | None = None  # it died; this one has its memory
+    # Of daemons before: what their clients held, by the client id each had.
+    quarantined: dict[int, set[int]] = field(default_factory=dict)
     _queue: deque[tuple[pb.Envelope, Reply]] = field(default_factory=deque)
     _num_leases: int = 0
 
     def __post_init__(self) -> None:
-        self._memory = np.zeros(self.num_slots * self.block_bytes, dtype=np.uint8)
+        before = self.before
+        if before is None:
+            self._memory = np.zeros(self.num_slots * self.block_bytes, dtype=np.uint8)
+            self._slots = [_Slot() for _ in range(self.num_slots)]
+            self._index: dict[bytes, int] = {}
+            self.pool_id = random.randbytes(16)
+            self._num_freed = [0]
+        else:
+            self._memory, self._slots, self._index = before._memory, before._slots, before._index
+            self.pool_id, self._num_freed = before.pool_id, before._num_freed
         self.memory = self._memory[:]
         self.memory.flags.writeable = False  # as the worker's map
-        self._slots = [_Slot() for _ in range(self.num_slots)]
-        self._index: dict[bytes, int] = {}
-        self.link = Link(self, self, 1, ROOT, 1)  # type: ignore[arg-type]
+        epoch = before.link.epoch + 1 if before is not None else 1
+        self.link = Link(self, self, 1, ROOT, epoch, 100 + epoch)  # type: ignore[arg-type]
+
+    def succeed(self) -> ScriptedDaemon:
+        """Die; whoever comes next adopts the memory and quarantines what was leased."""
+        held = {self.link.client_id: set().union(*self.leases.values()), **self.quarantined}
+        self.close()
+        return ScriptedDaemon(
+            self.private, self.block_bytes, self.num_slots, before=self, quarantined=held
+        )
 
     # -- what SharedCache uses ------------------------------------------------------------------
 
@@ -78,6 +98,11 @@ class ScriptedDaemon:
         """As `SharedPool.is_intact`."""
         pairs = zip(slots.tolist(), generations.tolist(), strict=True)
         return all(self._slots[slot].generation == generation for slot, generation in pairs)
+
+    @property
+    def change_word(self) -> int:
+        """As `SharedPool.change_word`."""
+        return self._num_freed[0]
 
     # -- what a test does -----------------------------------------------------------------------
 
@@ -113,6 +138,8 @@ class ScriptedDaemon:
             case "release":
                 del self.leases[envelope.release.lease]
                 return pb.Envelope()
+            case "reattach":
+                return pb.Envelope(reattach_reply=self._reattach(envelope.reattach))
         raise AssertionError(f"no data-plane call: {envelope}")
 
     def _lookup(self, lookup: pb.Lookup) -> pb.LookupReply:
@@ -126,6 +153,26 @@ class ScriptedDaemon:
         self._num_leases += 1
         self.leases[self._num_leases] = set(found)
         return pb.LookupReply(lease=self._num_leases, blocks=map(self._block, found))
+
+    def _reattach(self, reattach: pb.Reattach) -> pb.ReattachReply:
+        reply = pb.ReattachReply()
+        for claim in reattach.claims:
+            block = claim.block
+            found: set[int] = set()
+            if claim.HasField("block"):
+                slot = self._slots[block.slot]
+                if slot.generation != block.generation or not slot.key:
+                    reply.leases.append(0)
+                    continue
+                key = slot.key
+                while key in self._index:  # a chain is sealed as a whole
+                    found.add(self._index[key])
+                    key = self._slots[self._index[key]].parent
+            self._num_leases += 1
+            self.leases[self._num_leases] = found
+            reply.leases.append(self._num_leases)
+        self.quarantined.pop(reattach.client_id, None)
+        return reply
 
     def _publish(self, publish: pb.Publish) -> pb.PublishReply:
         reply = pb.PublishReply()
@@ -152,6 +199,7 @@ class ScriptedDaemon:
         self._memory_of(number)[:] = self.private[start : start + self.block_bytes]
         slot = self._slots[number]
         slot.key, slot.num_tokens = element.key, element.num_tokens
+        slot.parent = element.parent_key
         self._index[element.key] = number
         return number
 
@@ -159,13 +207,14 @@ class ScriptedDaemon:
 
     def _unleased(self) -> Iterator[int]:
         """Free ones first."""
-        leased = set().union(*self.leases.values())
+        leased = set().union(*self.leases.values(), *self.quarantined.values())
         numbers = [number for number in range(self.num_slots) if number not in leased]
         yield from sorted(numbers, key=lambda number: bool(self._slots[number].key))
 
     def _free(self, number: int) -> None:
         slot = self._slots[number]
         self._index.pop(slot.key, None)
+        self._num_freed[0] += 1
         self._slots[number] = _Slot(generation=slot.generation + 1)
         self._memory_of(number)[:] = 0xEE
 

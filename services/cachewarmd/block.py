@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,17 @@ class StampInfo:
     block_size: int  # tokens
     description: str
     weights_sha256: bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """For the catalog."""
+        told = asdict(self)
+        return {**told, "stamp": self.stamp.hex(), "weights_sha256": self.weights_sha256.hex()}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> StampInfo:
+        """Back from `to_json`."""
+        stamp, weights = (bytes.fromhex(told[name]) for name in ("stamp", "weights_sha256"))
+        return cls(**{**told, "stamp": stamp, "weights_sha256": weights})
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +45,7 @@ class Block:
     num_holds: int = 0  # leases of this block, and children that are held themselves
     last_used: int = 0
     is_sealed: bool = True
+    is_verified: bool = True  # False: another daemon sealed it, nobody has looked since
 
     @property
     def is_evictable(self) -> bool:

@@ -20,7 +20,9 @@ from cachewarmd.errors import (
     ProtocolError,
     VersionMismatchError,
 )
+from cachewarmd.failpoints import hit
 from cachewarmd.kv import NewBlock, Source
+from cachewarmd.layout import MAX_LEASES_PER_CLIENT
 from cachewarmd.log import get_logger
 from cachewarmd.state import Client, State
 from cachewarmd.status import status_now
@@ -29,7 +31,6 @@ from cachewarmd.warmup import Provider
 
 _log = get_logger()
 
-MAX_LEASES_PER_CLIENT = 4096
 MAX_KEYS = 65_536
 MAX_TEXT = 1024  # characters of names and descriptions that clients give
 
@@ -57,9 +58,12 @@ def _hello(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) 
         epoch=state.epoch,
         pool_bytes=state.pool.pool_bytes,
         extent_bytes=layout.EXTENT_BYTES,
-        salt=state.salt if is_engine else b"",
+        salt=state.pool.salt if is_engine else b"",
         client_id=client.client_id,
+        pool_id=state.pool.pool_id,
     )
+    if is_engine:
+        client.rows = state.lease_table.open(client.connection.pid, client.client_id)
     client.reply(envelope.id, state.readonly_fds if fds else (), hello_reply=reply)
     # Only now: duplicating descriptors for the reply can fail, and then `fds` are closed.
     if fds:
@@ -101,7 +105,9 @@ async def _attach(state: State, client: Client, envelope: pb.Envelope, fds: list
         )
     finally:
         protocol.close_all(fds)
+    hit("weights.loaded")
     state.serve_weights(client, request.model_name or model.name, loaded.weights_sha256)
+    hit("weights.served")
     reply = pb.AttachWeightsReply(
         weights_sha256=loaded.weights_sha256,
         version=model.shown_version,
@@ -122,6 +128,8 @@ def _may_follow_links(client: Client) -> bool:
 
 def _register(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
     request = envelope.register
+    num_known = len(state.kv.stamps)
+    hit("register.before")
     info = state.kv.register(
         request.stamp,
         request.slot_bytes,
@@ -129,6 +137,9 @@ def _register(state: State, client: Client, envelope: pb.Envelope, _: list[int])
         request.description[:MAX_TEXT],
         request.weights_sha256,
     )
+    if len(state.kv.stamps) > num_known:
+        state.remember()  # before a record can name it
+    hit("register.after")
     client.stamps[info.stamp_id] = info
     client.reply(envelope.id, register_reply=pb.RegisterReply(stamp_id=info.stamp_id))
 
@@ -153,7 +164,7 @@ def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -
         raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
         raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
-    lease, blocks = state.kv.lookup(stamp, request.keys, request.tail_keys)
+    lease, blocks = state.kv.lookup(stamp, request.keys, request.tail_keys, client.rows)
     client.leases.add(lease)
     reply = pb.LookupReply(lease=lease, blocks=map(_wire_block, blocks))
     client.reply(envelope.id, lookup_reply=reply)
@@ -178,6 +189,32 @@ def _release(state: State, client: Client, envelope: pb.Envelope, _: list[int]) 
     state.kv.release(envelope.release.lease)
     client.leases.discard(envelope.release.lease)
     client.reply(envelope.id, ok=pb.Ok())
+
+
+def _reattach(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    """What a client still holds of before a restart becomes leases; the rest it had is freed."""
+    request = envelope.reattach
+    if len(client.leases) + len(request.claims) > MAX_LEASES_PER_CLIENT:
+        raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
+    hit("reattach.before")
+    leases = []
+    for claim in request.claims:
+        stamp = _stamp_of(client, claim.stamp_id)
+        handle = None
+        if claim.HasField("block"):
+            handle = (claim.block.slot, claim.block.generation)
+        lease = state.kv.claim(stamp, handle, client.rows)
+        leases.append(lease or 0)
+        if lease is not None:
+            client.leases.add(lease)
+    hit("reattach.claimed")
+    state.quarantine.end(request.epoch, request.client_id, client.connection.pid)
+    for other in state.clients:
+        is_named = (state.epoch, other.client_id) == (request.epoch, request.client_id)
+        if is_named and other.connection.is_closed and other.pid == client.pid:
+            state.release_all(other)
+    hit("reattach.after")
+    client.reply(envelope.id, reattach_reply=pb.ReattachReply(leases=leases))
 
 
 def _check_lease(client: Client, lease: int) -> None:
@@ -307,6 +344,7 @@ HANDLERS: dict[str, Handler] = {
     "lookup": _lookup,
     "publish": _publish,
     "release": _release,
+    "reattach": _reattach,
     "provide": _provide,
     "warm_item_update": _warm_item_update,
     "warmup": _warmup,

@@ -63,6 +63,13 @@ class SharedPool:
 
     memory: npt.NDArray[np.uint8]
     records: npt.NDArray[Any]  # layout.RECORD
+    header: npt.NDArray[Any]  # layout.HEADER, one
+    pool_id: bytes  # of this memory, whichever daemon serves it
+
+    @property
+    def change_word(self) -> int:
+        """Grows with every generation; no change = all that was intact still is."""
+        return int(self.header["change_word"][0])
 
     def is_intact(self, slots: npt.NDArray[np.uint32], generations: npt.NDArray[np.uint64]) -> bool:
         """Do all these slots still hold what was leased?"""
@@ -380,7 +387,8 @@ def _map_pool(hello: pb.HelloReply, fds: Sequence[int]) -> SharedPool:
     ):
         raise ProtocolError("the daemon's pool has another layout than this engine reads")
     memory = segment.map_memory(fds[1], hello.pool_bytes)
-    return SharedPool(memory, raw[layout.RECORDS_OFFSET :].view(layout.RECORD))
+    shared = layout.RecordsMap.of(raw, hello.pool_bytes // layout.EXTENT_BYTES)
+    return SharedPool(memory, shared.records, shared.header, bytes(header["pool_id"]))
 
 
 def load_private(

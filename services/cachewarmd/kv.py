@@ -11,7 +11,7 @@ that an extent goes to another size when all in it is older than the next block 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -19,12 +19,16 @@ from cachewarmd import layout
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
 from cachewarmd.eviction import EvictionOrder, ExtentChoice
+from cachewarmd.failpoints import hit, may_fail
 from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES, BlockState
+from cachewarmd.lease import LeaseRows
 from cachewarmd.pool import Extent, Pool
 
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE = "SHORT_READ", "PEER_GONE"
 MAX_STAMPS = 4096
+# What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
+VERIFY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,16 @@ class Source:
     is_open: Callable[[], bool]
 
 
+@dataclass
+class _Lease:
+    """On `block` and so on its chain. `row` of `rows` tells a later daemon; no rows, no row."""
+
+    stamp: StampInfo
+    rows: LeaseRows | None
+    row: int
+    block: Block | None = None
+
+
 class BlockStore:
     """Index, leases and eviction over a Pool.
 
@@ -58,7 +72,8 @@ class BlockStore:
         self._stamps: dict[bytes, StampInfo] = {}
         self._superseded_weights: Set[bytes] = frozenset()
         self._index: dict[bytes, Block] = {}
-        self._leases: dict[int, tuple[StampInfo, Block | None]] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._unverified: deque[Block] = deque()  # content that another daemon sealed
         self._order = EvictionOrder()
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
         self._tick = 0
@@ -85,8 +100,7 @@ class BlockStore:
             known = StampInfo(
                 len(self._stamps), stamp, slot_bytes, block_bytes, block_size, description, weights
             )
-            self._stamps[stamp] = known
-            self._order.add_size(slot_bytes)
+            self.restore_stamp(known)
             if weights in self._superseded_weights:
                 self.supersede(self._superseded_weights)
         elif (known.block_bytes, known.block_size) != (block_bytes, block_size):
@@ -94,6 +108,12 @@ class BlockStore:
                 f"stamp is known with slot_bytes {known.block_bytes}, got {block_bytes}"
             )
         return known
+
+    def restore_stamp(self, info: StampInfo) -> None:
+        """One that was registered before, with its number, which is the next."""
+        assert info.stamp_id == len(self._stamps), "stamps are numbered in their order"
+        self._stamps[info.stamp] = info
+        self._order.add_size(info.slot_bytes)
 
     @property
     def stamps(self) -> list[StampInfo]:
@@ -134,39 +154,86 @@ class BlockStore:
         return draining is not None and self._pool.extent_of(block.slot) is draining
 
     def lookup(
-        self, stamp: StampInfo, keys: Sequence[bytes], tail_keys: Sequence[bytes]
+        self,
+        stamp: StampInfo,
+        keys: Sequence[bytes],
+        tail_keys: Sequence[bytes],
+        rows: LeaseRows | None = None,
     ) -> tuple[int, list[Block]]:
-        """Longest sealed prefix, leased in the same step. A lease is given for a miss too."""
+        """Longest sealed prefix, leased in the same step. A lease is given for a miss too.
+
+        Of content that was not verified since a restart, VERIFY_BYTES are; the rest is a miss for
+        now. `rows` are the client's in shared memory. Raises LimitError.
+        """
+        hit("lookup.before")
         found: list[Block] = []
+        budget = VERIFY_BYTES
         for key in keys:
             block = self._find(stamp, key)
-            if block is None:
+            if block is None or (not block.is_verified and budget <= 0):
+                break
+            budget -= 0 if block.is_verified else stamp.block_bytes
+            if not self._verify(block):
                 break
             found.append(block)
         else:
             tails = (self._find(stamp, key) for key in tail_keys)
-            found += itertools.islice(filter(None, tails), 1)
-        lease = next(self._lease_ids)
-        self._leases[lease] = (stamp, None)
-        self._move_lease(lease, found[-1] if found else None)
+            found += itertools.islice(filter(self._verify, filter(None, tails)), 1)
+        lease = self._new_lease(stamp, found[-1] if found else None, rows)
         self.counters["lookup_hit" if found else "lookup_miss"] += 1
+        hit("lookup.after")
         return lease, found
+
+    def _new_lease(self, stamp: StampInfo, block: Block | None, rows: LeaseRows | None) -> int:
+        row = rows.take() if rows is not None else 0
+        lease = next(self._lease_ids)
+        self._leases[lease] = _Lease(stamp, rows, row)
+        self._move_lease(lease, block)
+        return lease
+
+    def claim(
+        self, stamp: StampInfo, handle: tuple[int, int] | None, rows: LeaseRows | None = None
+    ) -> int | None:
+        """A lease of (slot, generation), or of nothing; None when that block is gone."""
+        block = None
+        if handle is not None:
+            block = self._at(handle[0])
+            if block is None or block.generation != handle[1] or block.stamp is not stamp:
+                return None
+        return self._new_lease(stamp, block, rows)
+
+    def quarantine(self, slots: Iterable[int]) -> list[int]:
+        """Leases for whoever may still read the blocks in these slots."""
+        found = filter(None, map(self._at, slots))
+        return [self._new_lease(block.stamp, block, None) for block in found]
+
+    def _at(self, slot: int) -> Block | None:
+        if not 0 <= slot < len(self._pool.records):
+            return None
+        block = self._index.get(bytes(self._pool.records["key"][slot]))
+        return block if block is not None and block.slot == slot else None
 
     def release(self, lease: int) -> None:
         """Give a lease back. Raises NotFoundError."""
+        hit("release.before")
         self._move_lease(lease, None)
-        del self._leases[lease]
+        ended = self._leases.pop(lease)
+        if ended.rows is not None:
+            ended.rows.give_back(ended.row)
+        hit("release.after")
 
     def _move_lease(self, lease: int, block: Block | None) -> None:
         try:
-            stamp, before = self._leases[lease]
+            entry = self._leases[lease]
         except KeyError:
             raise NotFoundError(f"lease {lease} is not known") from None
         # Claim the new one first: it may be the only thing that keeps an ancestor of both.
         if block is not None:
             self._hold(block)
             self._touch(block)
-        self._leases[lease] = (stamp, block)
+        if entry.rows is not None:
+            entry.rows.set(entry.row, block.slot if block is not None else None)
+        before, entry.block = entry.block, block
         if before is not None:
             self._touch(before)
             self._let_go(before)
@@ -214,13 +281,14 @@ class BlockStore:
         """
         if lease not in self._leases:
             raise NotFoundError(f"lease {lease} is not known")
-        stamp, _ = self._leases[lease]
+        stamp = self._leases[lease].stamp
         sealed: list[Block] = []
+        hit("publish.before")
         for number, new in enumerate(chain):
             self._check_new(new, stamp, source)
             at_root = is_root and number == 0
             block = self._index.get(new.key)
-            if block is None:
+            if block is None or not self._verify(block):
                 parent = None if at_root else self._index.get(new.parent_key)
                 if not at_root and (parent is None or parent.is_short or parent.stamp is not stamp):
                     return sealed, self._refuse(NO_PARENT)
@@ -235,6 +303,8 @@ class BlockStore:
             sealed.append(block)
             # At once, so that making room for the next one cannot evict this one.
             self._move_lease(lease, block)
+            hit("publish.block")
+        hit("publish.after")
         return sealed, ""
 
     @staticmethod
@@ -254,21 +324,36 @@ class BlockStore:
         slot = self._make_room(stamp.slot_bytes, keep=parent)
         if slot is None:
             return NO_SPACE
-        copied = self._pool.fill(slot, source.fd, new.private_offset, stamp.block_bytes)
+        try:
+            may_fail("copy.before")
+            copied = self._pool.fill(slot, source.fd, new.private_offset, stamp.block_bytes)
+            may_fail("copy.after")
+        except OSError:
+            self._pool.give_back(slot)
+            raise
         if not copied or not source.is_open():
             self._pool.give_back(slot)
             return PEER_GONE if copied else SHORT_READ
         generation = self._pool.seal(
-            slot, new.key, new.parent_key, new.num_tokens, stamp.stamp_id, stamp.block_bytes
+            slot,
+            new.key,
+            new.parent_key,
+            new.num_tokens,
+            stamp.stamp_id,
+            stamp.block_bytes,
+            is_root=parent is None,
         )
         offset = self._pool.offset_of(slot)
         block = Block(new.key, parent, stamp, slot, generation, offset, new.num_tokens)
-        self._index[new.key] = block
-        self._pool.extent_of(slot).stamp_ids[stamp.stamp_id] += 1
-        if parent is not None:
-            parent.children.add(block)
+        self._enter(block)
         self.counters["published"] += 1
         return block
+
+    def _enter(self, block: Block) -> None:
+        self._index[block.key] = block
+        self._pool.extent_of(block.slot).stamp_ids[block.stamp.stamp_id] += 1
+        if block.parent is not None:
+            block.parent.children.add(block)
 
     def _refuse(self, reason: str) -> str:
         self.counters[f"refused_{reason.lower()}"] += 1
@@ -337,6 +422,7 @@ class BlockStore:
                 leaves.append(parent)
 
     def _drop(self, block: Block, cause: str) -> None:
+        hit("evict.before")
         del self._index[block.key]
         block.is_sealed = False
         extent = self._pool.extent_of(block.slot)
@@ -344,7 +430,8 @@ class BlockStore:
         if not extent.stamp_ids[block.stamp.stamp_id]:
             del extent.stamp_ids[block.stamp.stamp_id]
         self._pool.give_back(block.slot)
-        if cause != "asked" and self.is_superseded(block.stamp):
+        hit("evict.after")
+        if cause not in ("asked", "poisoned") and self.is_superseded(block.stamp):
             cause = "superseded"
         self.counters[f"evicted_{cause}"] += 1
         parent = block.parent
@@ -353,6 +440,43 @@ class BlockStore:
             # It was needed as lately as its child was.
             parent.last_used = max(parent.last_used, block.last_used)
             self._order.offer(parent)
+
+    # -- after a restart ------------------------------------------------------------------------
+
+    def restore(self, blocks: Sequence[Block]) -> None:
+        """Blocks that an earlier daemon sealed, parents first; see `recovery`."""
+        for block in blocks:
+            self._enter(block)
+        for block in blocks:
+            self._order.offer(block)
+        self._unverified = deque(block for block in blocks if not block.is_verified)
+
+    def verify_some(self, num_bytes: int) -> bool:
+        """Hash so much of what another daemon sealed; False when nothing is left to do."""
+        while self._unverified and num_bytes > 0:
+            block = self._unverified.popleft()
+            if block.is_sealed and not block.is_verified:
+                num_bytes -= block.stamp.block_bytes
+                self._verify(block)
+        return bool(self._unverified)
+
+    def _verify(self, block: Block) -> bool:
+        """Is the content what was sealed? Asked once; if not, the block is gone afterwards."""
+        if not block.is_verified:
+            hit("verify.before")
+            block.is_verified = self._pool.is_content_intact(block.slot)
+            if not block.is_verified:
+                self.poison(block)
+        return block.is_verified
+
+    def poison(self, block: Block) -> None:
+        """Nobody gets it any more, nor what was computed from it, and who reads it notices."""
+        doomed = set(block.subtree())
+        for lease, entry in self._leases.items():
+            if entry.block in doomed:
+                self._move_lease(lease, None)
+        self._drop_all(doomed, "poisoned")
+        self.counters["integrity_failures"] += 1
 
     # -- views ----------------------------------------------------------------------------------
 
@@ -374,9 +498,14 @@ class BlockStore:
         slots = [block.slot for block in self._index.values()]
         assert len(set(slots)) == len(slots), "two blocks in one slot"
         children: Counter[Block] = Counter()
-        holds: Counter[Block] = Counter(b for _, b in self._leases.values() if b is not None)
+        holds: Counter[Block] = Counter(
+            lease.block for lease in self._leases.values() if lease.block is not None
+        )
         for block in holds:
             assert self._index.get(block.key) is block, "leased, not sealed"
+        for lease in self._leases.values():
+            told = lease.block.slot if lease.block is not None else None
+            assert lease.rows is None or lease.rows.slot(lease.row) == told, "a lease's row"
         for key, block in self._index.items():
             record = self._pool.records[block.slot]
             assert block.key == key == bytes(record["key"]), "key"

@@ -47,15 +47,22 @@ class Listening:
         os.close(self.lock_fd)
 
 
-def listen(path: Path, activated_fd: int | None = None) -> Listening:
+def listen(path: Path, activated_fd: int | None = None, own_fd: int | None = None) -> Listening:
     """Bind and listen, or take over `activated_fd`, on which the service manager listens.
+
+    `own_fd` is the socket of a daemon before us, whose clients wait in its backlog.
 
     The lock, not the socket file, decides who owns the path: a file left by a killed daemon is
     replaced, a live daemon's is not touched. Raises SocketInUseError, SocketPathError.
     """
     lock_fd = _lock(path)
     try:
+        if activated_fd is None and own_fd is not None and path.is_socket():
+            sock = _adopt(own_fd, path)
+            return Listening(path, sock, lock_fd, is_activated=False, engine_gid=None)
         if activated_fd is None:
+            if own_fd is not None:  # somebody removed its path: nobody can reach it
+                os.close(own_fd)
             return Listening(path, _bind(path), lock_fd, is_activated=False, engine_gid=None)
         sock = _adopt(activated_fd, path)
         return Listening(path, sock, lock_fd, is_activated=True, engine_gid=_engine_gid(path))

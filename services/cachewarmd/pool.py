@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ import xxhash
 
 from cachewarmd import layout, segment
 from cachewarmd.errors import InvalidRequestError
+from cachewarmd.failpoints import hit, may_fail
 from cachewarmd.huge_pages import Huge
 from cachewarmd.layout import EXTENT_BYTES, RECORDS_PER_EXTENT, BlockState
 
@@ -39,15 +41,27 @@ class Extent:
         return self.num_slots - len(self.free_slots)
 
 
+@dataclass(frozen=True)
+class Memfds:
+    """The two that make a pool, see `layout`; both outlive the daemon."""
+
+    records: int
+    pool: int
+
+
 class Pool:
     """Slots in shared memory.
 
     `pool_bytes` is rounded down to whole extents. Extents are usable once `commit_next` has
     allocated their pages; the daemon does that in the background while it already serves.
+    With `adopted` memfds, which become the pool's own, nothing is written but the epoch, and
+    `recovery` says what is in the committed extents.
     Raises InvalidRequestError for a size below one extent.
     """
 
-    def __init__(self, pool_bytes: int, epoch: int, salt: bytes) -> None:
+    def __init__(
+        self, pool_bytes: int, epoch: int, salt: bytes, adopted: Memfds | None = None
+    ) -> None:
         num_extents = pool_bytes // EXTENT_BYTES
         if num_extents < 1:
             raise InvalidRequestError(
@@ -63,26 +77,40 @@ class Pool:
         # By slot size: extents that have free slots, the last one in use.
         self._open: dict[int, list[Extent]] = {}
         records_size = layout.records_bytes(num_extents)
-        self.records_fd = segment.create_memfd("cachewarm-records", records_size)
-        self.pool_fd = segment.create_memfd("cachewarm-pool", self.pool_bytes)
-        header_and_records = segment.map_memory(self.records_fd, records_size, writable=True)
-        self.header = header_and_records[: layout.HEADER.itemsize].view(layout.HEADER)
-        self.records = header_and_records[layout.RECORDS_OFFSET :].view(layout.RECORD)
-        self.memory = segment.map_memory(self.pool_fd, self.pool_bytes, writable=True)
-        self._write_header(epoch, salt)
+        self.memfds = adopted or Memfds(
+            segment.create_memfd("cachewarm-records", records_size),
+            segment.create_memfd("cachewarm-pool", self.pool_bytes),
+        )
+        mapped = segment.map_memory(self.memfds.records, records_size, writable=True)
+        self.shared = layout.RecordsMap.of(mapped, num_extents)
+        self.header, self.records = self.shared.header, self.shared.records
+        self.memory = segment.map_memory(self.memfds.pool, self.pool_bytes, writable=True)
+        if adopted is None:
+            self._write_header(salt)
+        self.header["epoch"] = epoch
 
-    def _write_header(self, epoch: int, salt: bytes) -> None:
+    def _write_header(self, salt: bytes) -> None:
         header = self.header
         header["header_bytes"] = layout.HEADER.itemsize
         header["format_version"] = layout.FORMAT_VERSION
         header["layout_hash"] = np.void(layout.layout_hash())
-        header["epoch"] = epoch
         header["num_records"] = len(self.records)
         header["extent_bytes"] = EXTENT_BYTES
         header["pool_bytes"] = self.pool_bytes
         header["salt"] = np.void(salt)
+        header["pool_inode"] = os.fstat(self.memfds.pool).st_ino
+        header["pool_id"] = np.void(os.urandom(16))
         # Last: a reader that sees the magic sees the rest.
         header["magic"] = np.void(layout.MAGIC)
+
+    @property
+    def pool_id(self) -> bytes:
+        """Of this memory, whichever daemon serves it."""
+        return bytes(self.header["pool_id"][0])
+
+    @property
+    def salt(self) -> bytes:
+        return bytes(self.header["salt"][0])
 
     def commit_next(self) -> bool:
         """Allocate the next extent's pages (about 40 ms; thread-safe towards the event loop).
@@ -92,12 +120,31 @@ class Pool:
         number = len(self.extents)
         if number == self.num_extents:
             return False
-        huge = segment.reserve(self.pool_fd, number * EXTENT_BYTES, EXTENT_BYTES)
+        may_fail("commit.before")
+        huge = segment.reserve(self.memfds.pool, number * EXTENT_BYTES, EXTENT_BYTES)
         self.huge = self.huge.plus(huge)
+        self.header["num_committed"] = max(number + 1, int(self.header["num_committed"][0]))
+        hit("commit.after")
         extent = Extent(number)
         self.extents.append(extent)
         self._free.append(extent)
         return True
+
+    def take_over(self, slot_bytes: int, used: Iterable[int]) -> Extent:
+        """The next extent of an adopted pool, whose pages are there; 0 bytes = it is free.
+
+        `used` are the slots that hold something, at least one unless it is free.
+        """
+        extent = Extent(len(self.extents), slot_bytes)
+        self.extents.append(extent)
+        if not slot_bytes:
+            self._free.append(extent)
+            return extent
+        first, taken = extent.number * RECORDS_PER_EXTENT, set(used)
+        slots = range(first + extent.num_slots - 1, first - 1, -1)
+        extent.free_slots = [slot for slot in slots if slot not in taken]
+        self._join(extent)
+        return extent
 
     @property
     def num_free(self) -> int:
@@ -139,8 +186,9 @@ class Pool:
 
     def _join(self, extent: Extent) -> None:
         self.num_extents_of[extent.slot_bytes] += 1
+        extents = self._open.setdefault(extent.slot_bytes, [])
         if extent.free_slots:
-            self._open.setdefault(extent.slot_bytes, []).append(extent)
+            extents.append(extent)
 
     def _leave(self, extent: Extent) -> None:
         self.num_extents_of[extent.slot_bytes] -= 1
@@ -148,11 +196,17 @@ class Pool:
             self._open[extent.slot_bytes].remove(extent)
 
     def give_back(self, slot: int) -> None:
-        """FREE the slot: state first, then the generation, so no reader can match it again."""
+        """FREE the slot: the generation first, so that no reader can ever match it again.
+
+        A daemon that dies between leaves a record whose check fails, which is no block either.
+        """
         record = self.records[slot]
-        record["state"] = BlockState.FREE
+        hit("free.before")
         record["generation"] += 1
+        hit("free.generation")
+        record["state"] = BlockState.FREE
         self.header["change_word"] += 1
+        hit("free.after")
         extent = self.extent_of(slot)
         extent.free_slots.append(slot)
         if not extent.num_used:
@@ -186,7 +240,9 @@ class Pool:
 
     def fill(self, slot: int, source_fd: int, source_offset: int, num_bytes: int) -> bool:
         """Copy `num_bytes` from a client's private pool into the slot; False if unreadable."""
+        hit("reserve.before")
         self.records[slot]["state"] = BlockState.RESERVED
+        hit("reserve.after")
         start = self.offset_of(slot)
         target = self.memory[start : start + num_bytes].data
         done = 0
@@ -201,11 +257,20 @@ class Pool:
         return True
 
     def seal(
-        self, slot: int, key: bytes, parent_key: bytes, num_tokens: int, stamp_id: int, size: int
+        self,
+        slot: int,
+        key: bytes,
+        parent_key: bytes,
+        num_tokens: int,
+        stamp_id: int,
+        size: int,
+        *,
+        is_root: bool,
     ) -> int:
         """Write the record over the daemon's own copy; returns the slot's generation."""
         start = self.offset_of(slot)
         record = self.records[slot]
+        hit("seal.before")
         record["key"] = np.void(key)
         record["parent_key"] = np.void(parent_key)
         record["num_tokens"] = num_tokens
@@ -213,7 +278,11 @@ class Pool:
         record["offset"] = start
         record["num_bytes"] = size
         record["xxh3"] = np.void(self._digest(start, size))
+        record["is_root"] = is_root
+        record["check"] = layout.record_checks(self.records[slot : slot + 1])[0]
+        hit("seal.record")
         record["state"] = BlockState.SEALED
+        hit("seal.after")
         return int(record["generation"])
 
     def is_content_intact(self, slot: int) -> bool:
@@ -244,5 +313,5 @@ class Pool:
 
     def close(self) -> None:
         """Give the descriptors back; mapped memory goes with its last view."""
-        os.close(self.records_fd)
-        os.close(self.pool_fd)
+        os.close(self.memfds.records)
+        os.close(self.memfds.pool)

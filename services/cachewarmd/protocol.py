@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from cachewarmd.errors import ProtocolError
 from cachewarmd.v1 import control_pb2 as pb
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
 MAX_FDS = 2
 _LENGTH = struct.Struct("<I")

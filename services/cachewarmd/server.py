@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cachewarmd import layout, notify, protocol
+from cachewarmd import layout, notify, protocol, recovery
 from cachewarmd.calls import HANDLERS, Handler
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
@@ -25,6 +25,7 @@ from cachewarmd.errors import (
     ProtocolError,
     VersionMismatchError,
 )
+from cachewarmd.fdstore import FdStore
 from cachewarmd.listener import Listening
 from cachewarmd.log import get_logger
 from cachewarmd.state import Client, State
@@ -38,9 +39,10 @@ QUARANTINE_S = 60.0
 IDLE_CHECK_S = 5.0
 _HELLO_TIMEOUT_S = 10.0
 _ACCEPT_PAUSE_S = 0.1
+_VERIFY_SLICE_BYTES, _VERIFY_PAUSE_S = 4 << 20, 0.001
 
 _ENGINE_VERBS = {
-    "attach_weights", "register", "peek", "lookup", "publish", "release", "provide",
+    "attach_weights", "register", "peek", "lookup", "publish", "release", "reattach", "provide",
     "warm_item_update",
 }  # fmt: skip
 _ADMIN_VERBS = {"warmup", "cancel_job", "evict", "shutdown"}
@@ -50,9 +52,9 @@ _FD_VERBS = {"hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 1), "is_wa
 class Server:
     """Everything the daemon owns. Build it, `await run(...)`."""
 
-    def __init__(self, config: Config, epoch: int) -> None:
+    def __init__(self, config: Config, epoch: int, kept: FdStore) -> None:
         """Raises NoSpaceError, InvalidRequestError (pool size)."""
-        self._state = State(config, epoch)
+        self._state = State(config, epoch, kept)
         self._engine_gid: int | None = None
         self._next_client = 1
         self._background: set[asyncio.Task[Any]] = set()
@@ -71,6 +73,9 @@ class Server:
         if self._state.config.exit_when_unused is not None:
             self._spawn(self._exit_when_unused(self._state.config.exit_when_unused))
         self._spawn(notify.keep_telling(notifier, self.status_line))
+        self._spawn(self._state.quarantine.watch(QUARANTINE_S))
+        self._spawn(self._verify_pool())
+        recovery.serving(self._state.pool)
         ready()
         self._state.packers.prepare()
         try:
@@ -87,6 +92,7 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._state.packers.close()
             await self._state.weights.close()
+        recovery.end_clean(self._state.pool)
 
     def stop(self) -> None:
         """Begin an orderly stop."""
@@ -118,6 +124,13 @@ class Server:
         huge = self._state.pool.huge
         _log.info("pool_allocated", huge_bytes=huge.num_bytes, small_pages_because=huge.refusal)
 
+    async def _verify_pool(self) -> None:
+        """Hash what an earlier daemon sealed, a slice of at most some ms at a time."""
+        is_left = True
+        while is_left:
+            await asyncio.sleep(_VERIFY_PAUSE_S)
+            is_left = self._state.kv.verify_some(_VERIFY_SLICE_BYTES)
+
     async def _check_when_idle(self) -> None:
         """Look for a broken invariant whenever something was done and nobody asks any more."""
         checked = seen = 0
@@ -126,6 +139,7 @@ class Server:
             seen, before = self._state.counters["frames"], seen
             if seen == before and seen != checked:
                 checked = seen
+                self._state.counters["invariant_checks"] += 1
                 try:
                     self._state.kv.check_invariants()
                 except AssertionError as exc:
@@ -239,9 +253,12 @@ class Server:
             _log.info("engine_left", client=client.name, pid=client.pid, leases=len(client.leases))
         if client.leases and not self._state.stop.is_set():
             self._spawn(self._reclaim(client))
-        else:
-            client.connection.forget_peer()
-            self._state.clients.discard(client)
+            return
+        client.connection.forget_peer()
+        self._state.clients.discard(client)
+        # At a stop the rows stay: what they name is quarantined by the next daemon.
+        if client.rows is not None and not client.leases:
+            client.rows.close()
 
     async def _reclaim(self, client: Client) -> None:
         """Revoke a lost client's leases once it is dead; until then it may still read."""
@@ -250,7 +267,6 @@ class Server:
                 _log.warning("leases_revoked_of_live_process", pid=client.pid)
         finally:
             client.connection.forget_peer()
-            for lease in client.leases:
-                self._state.kv.release(lease)
-            client.leases.clear()
+            if not self._state.stop.is_set():
+                self._state.release_all(client)
             self._state.clients.discard(client)

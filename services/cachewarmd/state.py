@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections import Counter
@@ -10,16 +11,23 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachewarmd import layout, segment
+import numpy as np
+
+from cachewarmd import fdstore, layout, recovery, segment, weight_catalog
 from cachewarmd.block import StampInfo
 from cachewarmd.budget import Budget
+from cachewarmd.catalog import Catalog
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
-from cachewarmd.errors import CachewarmError, InternalError
+from cachewarmd.errors import CachewarmError, InternalError, NoSpaceError
+from cachewarmd.failpoints import hit
+from cachewarmd.fdstore import FdStore
 from cachewarmd.kv import BlockStore
+from cachewarmd.lease import LeaseRows, LeaseTable
 from cachewarmd.log import get_logger
 from cachewarmd.packers import Packers
-from cachewarmd.pool import Pool
+from cachewarmd.pool import Memfds, Pool
+from cachewarmd.quarantine import Quarantine
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider, Warmer
 from cachewarmd.weight_store import WeightStore
@@ -40,6 +48,7 @@ class Client:
     pool_fd: int = -1
     pool_bytes: int = 0
     leases: set[int] = field(default_factory=set)
+    rows: LeaseRows | None = None  # an engine's: its leases as a later daemon finds them
     stamps: dict[int, StampInfo] = field(default_factory=dict)
     weights: set[bytes] = field(default_factory=set)  # digests of what it attached
     provider: Provider | None = None
@@ -101,34 +110,135 @@ class Client:
 class State:
     """Pool, blocks, weights, jobs, clients. Raises NoSpaceError, InvalidRequestError."""
 
-    def __init__(self, config: Config, epoch: int) -> None:
+    def __init__(self, config: Config, epoch: int, kept: FdStore) -> None:
         self.config = config
-        self.epoch = epoch
-        self.salt = secrets.token_bytes(32)
         self.started = time.monotonic()
         self.stop = asyncio.Event()
         self.counters: Counter[str] = Counter()
         self.clients: set[Client] = set()
         self._budget = Budget(config.cgroup_root)
-        pool_bytes = config.pool_bytes
-        if pool_bytes is None:
-            pool_bytes = self._budget.available_bytes() // 4
-        self.pool = Pool(pool_bytes, epoch, self.salt)
-        self._budget.promise(self.pool.pool_bytes, "pool-bytes")
-        self.commit_extent()
+        self._kept = kept
+        self._was_refused = False  # there was a pool, which may still take up memory
+        self._catalog = self._open_catalog()
+        before = self._catalog.content
+        adopted = self._adoptable(before)
+        self.pool, is_clean = self._open_pool(epoch, adopted)
+        self.epoch = int(self.pool.header["epoch"][0])
+        if adopted is None:
+            self.commit_extent()
         self.readonly_fds = (
-            segment.reopen_readonly(self.pool.records_fd),
-            segment.reopen_readonly(self.pool.pool_fd),
+            segment.reopen_readonly(self.pool.memfds.records),
+            segment.reopen_readonly(self.pool.memfds.pool),
         )
         self.kv = BlockStore(self.pool, self._sizes_in_use)
         self.packers = Packers()
+        if adopted is not None:
+            self._restore_blocks(before, is_clean)
+        table = LeaseTable(self.pool.shared)
+        self.quarantine = Quarantine(table, self.kv)
+        self.lease_table = table
         self.weights = WeightStore(
             self._budget,
             lambda digest: self.num_users(digest) > 0,
             self.kv.supersede,
             self.packers.read,
+            self.remember,
         )
+        weight_catalog.restore(self.weights, before.get("weights", {}), kept)
+        self.kv.supersede(self.weights.versions.superseded)
         self.warmer = Warmer(self.weights)
+        self.remember()
+        for name in self._kept.forget_rest():
+            _log.warning("descriptor_of_nothing_closed", name=name)
+
+    # -- what outlives this daemon --------------------------------------------------------------
+
+    def _open_catalog(self) -> Catalog:
+        fd = self._kept.take(fdstore.CATALOG)
+        if fd is not None:
+            try:
+                return Catalog(fd)
+            except ValueError as exc:
+                _log.warning("catalog_not_adopted", reason=str(exc))
+                os.close(fd)
+        catalog = Catalog()
+        self._kept.keep(fdstore.CATALOG, catalog.fd)
+        return catalog
+
+    def _adoptable(self, catalog: dict[str, Any]) -> Memfds | None:
+        """The pool of the daemon before, if it can be used: all of it or nothing."""
+        fds = [self._kept.take(name) for name in (fdstore.RECORDS, fdstore.POOL)]
+        records, pool = fds
+        if records is None or pool is None:
+            reason = "" if fds == [None, None] else "one of its two memfds is missing"
+        else:
+            memfds = Memfds(records, pool)
+            reason = recovery.refusal(memfds, self.config.pool_bytes)
+            told = bytes(np.frombuffer(os.pread(records, 256, 0), layout.HEADER)["pool_id"][0])
+            if not reason and told.hex() != catalog.get("pool_id"):
+                reason = "the catalog is not of this pool"
+            if not reason:
+                return memfds
+        if reason:
+            self._was_refused = True
+            _log.warning("pool_not_adopted", reason=reason)
+        for fd in fds:
+            if fd is not None:
+                # Untouched: whoever still reads it does so until he lets go of it.
+                os.close(fd)
+        for name in (fdstore.RECORDS, fdstore.POOL):
+            self._kept.forget(name)
+        return None
+
+    def _open_pool(self, epoch: int, adopted: Memfds | None) -> tuple[Pool, bool]:
+        if adopted is not None:
+            size = os.fstat(adopted.pool).st_size
+            header = np.frombuffer(os.pread(adopted.records, 256, 0), layout.HEADER)
+            pool = Pool(size, max(epoch, int(header["epoch"][0]) + 1), b"", adopted)
+            is_clean = recovery.begin(pool)
+            missing = pool.num_extents - int(pool.header["num_committed"][0])
+            self._budget.promise(missing * layout.EXTENT_BYTES, "pool-bytes")
+            return pool, is_clean
+        pool_bytes = self.config.pool_bytes
+        if pool_bytes is None:
+            pool_bytes = self._budget.available_bytes() // 4
+        if self._was_refused:
+            pool_bytes = min(pool_bytes, max(layout.EXTENT_BYTES, self._budget.available_bytes()))
+        pool = Pool(pool_bytes, epoch, secrets.token_bytes(32))
+        self._budget.promise(pool.pool_bytes, "pool-bytes")
+        self._kept.keep(fdstore.RECORDS, pool.memfds.records)
+        self._kept.keep(fdstore.POOL, pool.memfds.pool)
+        return pool, False
+
+    def _restore_blocks(self, catalog: dict[str, Any], is_clean: bool) -> None:
+        for told in catalog["stamps"]:
+            self.kv.restore_stamp(StampInfo.from_json(told))
+        found = recovery.restore(self.pool, self.kv, is_verified=is_clean)
+        self.counters["recovered"] += found.num_blocks
+        self.counters["refused_records"] += found.num_doubtful
+        _log.info(
+            "pool_adopted",
+            epoch=self.epoch,
+            blocks=found.num_blocks,
+            doubtful=found.num_doubtful,
+            verified=is_clean,
+            seconds=round(time.monotonic() - self.started, 3),
+        )
+
+    def remember(self) -> None:
+        """Stamps or weights changed: a later daemon shall know. Losing warmth is no error."""
+        content = {
+            "pool_id": self.pool.pool_id.hex(),
+            "stamps": [info.to_json() for info in self.kv.stamps],
+            "weights": weight_catalog.to_json(self.weights),
+        }
+        weight_catalog.store_new(self.weights, self._kept)
+        try:
+            self._catalog.write(content)
+        except (NoSpaceError, OSError) as exc:
+            self.counters["catalog_not_written"] += 1
+            _log.error("catalog_not_written", reason=str(exc))
+        weight_catalog.forget_old(self.weights, self._kept)
 
     def _sizes_in_use(self) -> set[int]:
         return {info.slot_bytes for client in self.clients for info in client.stamps.values()}
@@ -141,6 +251,17 @@ class State:
         """A client has attached these weights: the model's name stands for them now."""
         client.weights.add(weights_sha256)
         self.weights.serve(model_name, weights_sha256)
+
+    def release_all(self, client: Client) -> None:
+        """A client that has gone holds nothing any more. Idempotent."""
+        hit("reclaim.before")
+        for lease in client.leases:
+            self.kv.release(lease)
+        client.leases.clear()
+        if client.rows is not None:
+            client.rows.close()
+            client.rows = None
+        hit("reclaim.after")
 
     def commit_extent(self) -> bool:
         """Allocate the pool's next extent; False when all are. Raises NoSpaceError."""

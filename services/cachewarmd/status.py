@@ -74,6 +74,11 @@ def status_now(state: State) -> pb.StatusReply:
         models=models,
         stamps=stamps,
         clients=clients,
-        counters={**state.counters, **state.kv.counters, "leases": state.kv.num_leases},
+        counters={
+            **state.counters,
+            **state.kv.counters,
+            "leases": state.kv.num_leases,
+            "quarantined": state.quarantine.num_leases,
+        },
         num_jobs_active=sum(1 for job in state.warmer.jobs if not job.is_ended),
     )

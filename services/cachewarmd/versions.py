@@ -28,6 +28,23 @@ class Versions:
         self._current[name] = digest
         self._all.setdefault(name, set()).add(digest)
 
+    def is_current_of(self, name: str, digest: bytes) -> bool:
+        """Does the name stand for these weights, or can it stand for none?"""
+        return not name or self._current.get(name) == digest
+
+    def to_json(self) -> dict[str, list[str]]:
+        """By name, in their order: the weights it stands for, then all others it has stood for."""
+        return {
+            name: [digest.hex(), *(other.hex() for other in self._all[name] - {digest})]
+            for name, digest in self._current.items()
+        }
+
+    def restore(self, told: dict[str, list[str]]) -> None:
+        """Back from `to_json`."""
+        for name, digests in told.items():
+            for digest in reversed(digests):
+                self.serve(name, bytes.fromhex(digest))
+
     def of(self, name: str) -> set[bytes]:
         """All weights that the name has stood for."""
         return set(self._all.get(name, ()))

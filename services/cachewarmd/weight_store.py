@@ -68,7 +68,7 @@ class WeightStore:
 
     `is_used` tells whether a client has the weights of that digest; `on_superseded` gets the
     digests of all superseded weights whenever they are others than before; `read` reads the files,
-    in a thread.
+    in a thread; `on_change` is called when a later daemon would find something else.
     """
 
     def __init__(
@@ -77,11 +77,13 @@ class WeightStore:
         is_used: Callable[[bytes], bool] = lambda digest: False,
         on_superseded: Callable[[frozenset[bytes]], None] = lambda digests: None,
         read: weights.Reader = weights.read_files,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._budget = budget
         self._is_used = is_used
         self._on_superseded = on_superseded
         self._read_files = read
+        self._on_change = on_change
         self.versions = Versions()
         self._ticks = itertools.count(1)
         self._is_closed = False
@@ -93,6 +95,17 @@ class WeightStore:
     @property
     def models(self) -> list[Model]:
         return [model for model in self._models.values() if model.segment is not None]
+
+    @property
+    def segments(self) -> list[Segment]:
+        return list(self._segments.values())
+
+    def put_back(self, model: Model) -> None:
+        """A model that an earlier daemon loaded, with its segment."""
+        assert model.segment is not None
+        loaded = model.segment
+        self._models[model.dir_key, loaded.layout_id] = model
+        self._segments[loaded.weights_sha256, loaded.layout_id] = loaded
 
     async def attach(
         self,
@@ -119,6 +132,8 @@ class WeightStore:
         if model is None:
             model = Model(dir_key, os.dup(dir_fd), plan, name, version, follow_links=follow_links)
             self._models[key] = model
+        elif model.dir_fd < 0:  # of an earlier daemon; that one's directory could not be opened
+            model.dir_fd = os.dup(dir_fd)
         model.name = name or model.name
         model.version = version or model.version
         model.last_attached = next(self._ticks)
@@ -140,7 +155,10 @@ class WeightStore:
     def serve(self, name: str, weights_sha256: bytes) -> None:
         """An engine serves these weights: they are what the model's name stands for now."""
         before = self.versions.superseded
+        is_known = self.versions.is_current_of(name, weights_sha256)
         self.versions.serve(name, weights_sha256)
+        if not is_known:
+            self._on_change()
         superseded = self.versions.superseded
         if superseded != before:
             self._on_superseded(superseded)
@@ -194,6 +212,7 @@ class WeightStore:
             if known is not None:
                 model.segment, model.identities = known, identities
                 self._forget_unused()
+                self._on_change()
                 return True
 
         started = time.monotonic()
@@ -277,8 +296,10 @@ class WeightStore:
         for key, model in list(self._models.items()):
             if model.segment is least:
                 del self._models[key]
-                os.close(model.dir_fd)
+                if model.dir_fd >= 0:
+                    os.close(model.dir_fd)
         self._forget_unused()
+        self._on_change()
         _log.warning(
             "unused_weights_dropped",
             models=sorted({model.name for model in models[least]}),
@@ -301,6 +322,7 @@ class WeightStore:
         model.segment, model.identities = known, identities
         model.loaded_unix_ms = int(time.time() * 1000)
         self._forget_unused()
+        self._on_change()
 
     def _forget_unused(self) -> None:
         in_use = {id(m.segment) for m in self._models.values()}

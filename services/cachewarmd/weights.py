@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from cachewarmd import pack, segment
 from cachewarmd.errors import ModelFilesError
+from cachewarmd.failpoints import hit, may_fail
 from cachewarmd.huge_pages import Huge, rounded
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.weight_files import (
@@ -108,12 +109,16 @@ def load(
     def obtain() -> int:
         nonlocal fd, huge
         fd = segment.create_memfd("cachewarm-weights", size)
+        may_fail("weights.allocate")
         huge = allocate(fd, size, lambda done: progress("allocate", done, size))
+        may_fail("pack.before")
         return fd
 
     try:
         digest, identities = read(dir_fd, plan, progress, obtain, follow=follow)
+        may_fail("pack.after")
         segment.seal_forever(fd)
+        hit("weights.sealed")
     except BaseException:
         if fd >= 0:
             os.close(fd)

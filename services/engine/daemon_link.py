@@ -20,7 +20,7 @@ _REGISTER_TIMEOUT_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 2.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Link:
     """One connection with what belongs to it; a new connection is a new Link."""
 
@@ -29,13 +29,14 @@ class Link:
     stamp_id: int
     root: bytes  # key before the first block, under this daemon's salt
     epoch: int
+    client_id: int
 
 
 class DaemonLink:
     """`current` is the live Link or None. A thread keeps trying; it only ever hands over a Link.
 
     `private_pool` = (memfd, bytes) is what the daemon copies published blocks from; `wake` is
-    called, on another thread, when a connection ended.
+    called, on another thread, when a connection ended and when there is a new one.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class DaemonLink:
         self._wake = wake
         self._registration = pb.Register()
         self._link: Link | None = None
+        self._pool: SharedPool | None = None
         self._stopping = threading.Event()
         self._retry_now = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="daemon-link", daemon=True)
@@ -94,8 +96,13 @@ class DaemonLink:
             client.close()
             return None
         assert client.pool is not None, "a connection with a private pool gets the shared one"
-        root = root_key(client.hello.salt, self._registration.stamp)
-        return Link(client, client.pool, reply.register_reply.stamp_id, root, client.hello.epoch)
+        if self._pool is not None and self._pool.pool_id == client.pool.pool_id:
+            # The daemon was another, the memory is the same: what is mapped is paged in already.
+            client.pool = self._pool
+        self._pool = client.pool
+        hello, stamp_id = client.hello, reply.register_reply.stamp_id
+        root = root_key(hello.salt, self._registration.stamp)
+        return Link(client, client.pool, stamp_id, root, hello.epoch, hello.client_id)
 
     def _keep(self) -> None:
         """Reconnect with jittered back-off until stopped."""
@@ -112,6 +119,7 @@ class DaemonLink:
                 self._link = None
             if self._link is not None:
                 _log.info("daemon_connected", epoch=self._link.epoch)
+                self._wake()
             else:
                 self._stopping.wait(delay * random.uniform(0.5, 1.0))
                 delay = min(2 * delay, _RETRY_MAX_S)

@@ -3,6 +3,9 @@
 The daemon absent, slow or stopped is never an error here: a lookup is a miss, blocks stay private.
 A connection that is given up is closed *before* any private block it may still copy from is reused;
 the daemon seals nothing it copied for a closed connection.
+
+When a daemon comes back with the same pool, it is told every lease that is still in use (Reattach).
+Until it has confirmed one, what is read under it is checked at every step.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ class CachedPrefix:
     keys: list[bytes]  # of full blocks, as far as they are known
     num_sealed_blocks: int  # leading full blocks that are sealed or on their way
     num_tokens: int  # positions covered by the blocks that were found
+    num_known_blocks: int  # leading full blocks that are sealed for sure
+    last: pb.Handle | None  # the block that the lease names
+    change_word: int  # of the pool, when all that is read under the lease was intact
     may_publish: bool = True
     is_released: bool = False
 
@@ -54,7 +60,16 @@ class _Publish:
     request: Request
     prefix: CachedPrefix
     blocks: list[tuple[int, PrivateBlock]]  # (index in the table, block)
+    is_void: bool = False  # a later daemon was told what is leased without it
     deadline: float = field(default_factory=lambda: time.monotonic() + _PUBLISH_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class _Reattach:
+    link: Link
+    old: Link
+    future: Future[tuple[pb.Envelope, list[int]]]
+    prefixes: list[CachedPrefix]
 
 
 class SharedCache:
@@ -68,6 +83,10 @@ class SharedCache:
         self._block_size = block_size
         self._wake = wake
         self._publishes: list[_Publish] = []
+        self._live: set[CachedPrefix] = set()
+        self._followed: Link | None = None
+        self._owed: list[Link] = []  # lost ones, of which no daemon has confirmed what is kept
+        self._reattaches: list[_Reattach] = []
         self._next_lookup = 0.0
 
     @property
@@ -112,7 +131,11 @@ class SharedCache:
         shared = [self._shared(link, block) for block in found.blocks]
         num_tokens = sum(block.num_tokens for block in shared)
         full = num_tokens // self._block_size
-        return CachedPrefix(link, found.lease, keys, full, num_tokens), shared
+        last = _handle(found.blocks[-1]) if found.blocks else None
+        word = link.pool.change_word
+        prefix = CachedPrefix(link, found.lease, keys, full, num_tokens, full, last, word)
+        self._live.add(prefix)
+        return prefix, shared
 
     def _shared(self, link: Link, block: pb.Block) -> SharedBlock:
         memory = link.pool.memory[block.offset : block.offset + self._pool.block_bytes]
@@ -120,12 +143,19 @@ class SharedCache:
 
     @staticmethod
     def is_intact(prefix: CachedPrefix, blocks: Sequence[SharedBlock]) -> bool:
-        """Still the bytes that were leased? Only to be asked once the lease's link is lost."""
-        if not blocks:
+        """Still the bytes that were leased? To be asked after a step has read them.
+
+        While the lease holds only a poisoned block can be lost, and that moves the change word.
+        """
+        word = prefix.link.pool.change_word
+        if not blocks or (word == prefix.change_word and not prefix.is_lost):
             return True
         slots = np.array([block.slot for block in blocks], dtype=np.uint32)
         generations = np.array([block.generation for block in blocks], dtype=np.uint64)
-        return prefix.link.pool.is_intact(slots, generations)
+        is_intact = prefix.link.pool.is_intact(slots, generations)
+        if is_intact:
+            prefix.change_word = word
+        return is_intact
 
     # -- publishing -----------------------------------------------------------------------------
 
@@ -184,18 +214,23 @@ class SharedCache:
             if publish.future.done():
                 self._publishes.remove(publish)
                 self._acknowledge(publish)
+        self._follow_daemon()
 
     def _acknowledge(self, publish: _Publish) -> None:
         sealed: Sequence[pb.Block] = ()
         try:
             reply = publish.future.result()[0].publish_reply
-            sealed = reply.blocks
+            sealed = reply.blocks if not publish.is_void else ()
             if reply.refused:
                 publish.prefix.may_publish = False
                 _log.info("publish_refused", reason=reply.refused)
         except CachewarmError:
             publish.prefix.may_publish = False
+        if sealed:
+            publish.prefix.last = _handle(sealed[-1])
         for (index, private), block in zip(publish.blocks, sealed, strict=False):
+            if block.num_tokens == self._block_size:
+                publish.prefix.num_known_blocks = index + 1
             # Without its lease nothing would keep the shared block.
             if block.num_tokens == self._block_size and not publish.prefix.is_released:
                 shared = self._shared(publish.prefix.link, block)
@@ -206,7 +241,56 @@ class SharedCache:
     def release(self, prefix: CachedPrefix) -> None:
         """Give the lease back; it follows what was published before on the same connection."""
         prefix.is_released = True
+        self._live.discard(prefix)
         _release(prefix.link, prefix.lease)
+
+    # -- a daemon that came back ----------------------------------------------------------------
+
+    def _follow_daemon(self) -> None:
+        """Tell a new daemon with the same pool what is leased; take its answers."""
+        for reattach in list(self._reattaches):
+            if reattach.future.done():
+                self._reattaches.remove(reattach)
+                self._take_leases(reattach)
+        link = self._link.current
+        if link is not None and link is not self._followed:
+            before, self._followed = self._followed, link
+            owed = [*self._owed, before] if before is not None else self._owed
+            self._owed = [old for old in owed if _is_same_pool(old, link)]
+            # The oldest first: what it names may be kept by a later one's claim that was made and
+            # not confirmed, and must be claimed again before that one's is given up.
+            for old in self._owed:
+                self._reattach(link, old, [p for p in self._live if p.link is old])
+
+    def _reattach(self, link: Link, old: Link, prefixes: list[CachedPrefix]) -> None:
+        for publish in self._publishes:
+            publish.is_void = publish.is_void or publish.prefix in prefixes
+        claims = [pb.Claim(stamp_id=link.stamp_id, block=prefix.last) for prefix in prefixes]
+        message = pb.Reattach(epoch=old.epoch, client_id=old.client_id, claims=claims)
+        with contextlib.suppress(CachewarmError):  # lost again: the next link is told
+            future = link.client.submit(pb.Envelope(reattach=message))
+            self._reattaches.append(_Reattach(link, old, future, prefixes))
+            future.add_done_callback(lambda _: self._wake())
+
+    def _take_leases(self, reattach: _Reattach) -> None:
+        try:
+            leases = reattach.future.result()[0].reattach_reply.leases
+        except CachewarmError as exc:
+            _log.warning("reattach_failed", reason=str(exc))
+            return
+        if reattach.link is not self._followed:
+            return  # that one is gone as well, and a later one was asked
+        self._owed.remove(reattach.old)
+        _log.info("reattached", leases=len(leases), lost=list(leases).count(0))
+        for prefix, lease in zip(reattach.prefixes, leases, strict=True):
+            if not lease:
+                continue  # it stays lost, and so is checked at every step
+            if prefix.is_released:
+                _release(reattach.link, lease)
+                continue
+            prefix.link, prefix.lease = reattach.link, lease
+            # What was on its way may be sealed or not; a block that is already is not copied again.
+            prefix.num_sealed_blocks, prefix.may_publish = prefix.num_known_blocks, True
 
     @property
     def num_pending(self) -> int:
@@ -215,6 +299,14 @@ class SharedCache:
     def is_pending(self, request: Request) -> bool:
         """Is a publish of that sequence under way?"""
         return any(publish.request is request for publish in self._publishes)
+
+
+def _handle(block: pb.Block) -> pb.Handle:
+    return pb.Handle(slot=block.slot, generation=block.generation)
+
+
+def _is_same_pool(one: Link, other: Link) -> bool:
+    return one.pool.pool_id == other.pool.pool_id
 
 
 def _release(link: Link, lease: int) -> None:

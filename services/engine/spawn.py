@@ -54,7 +54,8 @@ def start_worker(role: str, config: WorkerConfig) -> StartedWorker:
 
 def start_daemon(socket: Path, pool_bytes: int | None) -> subprocess.Popen[bytes]:
     """Exec a cachewarmd; its stdout is a pipe that gets a line when it serves."""
-    command = [*entry_command("cachewarmd"), "--socket", str(socket)]
+    # Under its holder: its own death must not cost the warmth that it is there for.
+    command = [*entry_command("cachewarmd"), "--holder", "--socket", str(socket)]
     command += ["--exit-when-unused", f"{_LINGER_S:g}s"]
     if pool_bytes is not None:
         command += ["--pool-bytes", str(pool_bytes)]

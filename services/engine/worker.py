@@ -276,7 +276,7 @@ class Worker:
 
     def _is_intact(self, chunk: ScheduledChunk, state: AttemptState) -> bool:
         """Were the shared bytes it read, in place or to copy them, still those it leased?"""
-        if self._cache is None or state.prefix is None or not state.prefix.is_lost:
+        if self._cache is None or state.prefix is None:
             return True
         read = [*chunk.sequence.table.shared_blocks, *chunk.copied]
         return self._cache.is_intact(state.prefix, read)

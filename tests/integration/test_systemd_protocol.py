@@ -31,6 +31,7 @@ from tests.daemon import (
 )
 from tests.engine import START_S, Engine
 from tests.manager import Manager
+from tests.worker import connect_worker, key
 
 WATCHDOG_S = 2.0
 GROUP = 54321
@@ -47,7 +48,7 @@ def manager(
 ) -> Iterator[Manager]:
     """Daemons that are started here find it in their environment, with a watchdog of 2 s."""
     address = str(short_dir / "notify")
-    with Manager(address if request.param == "path" else f"@{address}") as fake:
+    with Manager(address if request.param == "path" else f"@{address}", is_store=True) as fake:
         monkeypatch.setenv("NOTIFY_SOCKET", fake.address)
         monkeypatch.setenv("WATCHDOG_USEC", str(int(WATCHDOG_S * 1e6)))
         yield fake
@@ -257,29 +258,32 @@ class Activation:
         self._lender.close()
 
     def daemon(self, prelude: str = "", names: str = "control.sock") -> Daemon:
-        """A daemon that gets the socket as descriptor 3; `start` it with `self.start`."""
+        """A daemon that gets the socket as descriptor 3; `start` it with `self.start`.
+
+        More `names`, with colons between, are those of stored descriptors that `start` gets.
+        """
         program = f"{prelude}\nfrom cachewarmd.__main__ import main; raise SystemExit(main())"
         launcher = (
-            "import os, socket, sys\n"
+            "import fcntl, os, socket, sys\n"
             "lender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)\n"
             f"lender.connect({str(self._lending)!r})\n"
-            "_, [fd], _, _ = socket.recv_fds(lender, 1, 1)\n"
+            "_, fds, _, _ = socket.recv_fds(lender, 1, 16)\n"
             "lender.close()\n"
-            "if fd != 3: os.dup2(fd, 3)\n"
-            "os.set_inheritable(3, True)\n"
-            "pid = str(os.getpid())\n"
-            f"os.environ.update(LISTEN_PID=pid, LISTEN_FDS='1', LISTEN_FDNAMES={names!r})\n"
+            "high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3 + len(fds)) for fd in fds]\n"
+            "for place, fd in enumerate(high, 3): os.dup2(fd, place, inheritable=True)\n"
+            "pid, count = str(os.getpid()), str(len(fds))\n"
+            f"os.environ.update(LISTEN_PID=pid, LISTEN_FDS=count, LISTEN_FDNAMES={names!r})\n"
             f"command = [sys.executable, '-P', '-c', {program!r}, *sys.argv[1:]]\n"
             "os.execve(sys.executable, command, os.environ)\n"
         )
         return Daemon(self.path, "64MiB", prelude=launcher)
 
-    def start(self, daemon: Daemon) -> Daemon:
+    def start(self, daemon: Daemon, stored: Sequence[int] = ()) -> Daemon:
         """Returns when it serves, as Daemon.start does."""
         daemon.launch()
         lent, _ = self._lender.accept()
         with lent:
-            socket.send_fds(lent, [b"x"], [self._sock.fileno()])
+            socket.send_fds(lent, [b"x"], [self._sock.fileno(), *stored])
         return daemon.wait_ready()
 
 
@@ -300,6 +304,58 @@ def test_activated_daemon_serves_who_connected_before_it_ran(short_dir: Path) ->
                 assert heard == [1]
         finally:
             early.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_stored_descriptors_are_the_next_daemons_pool(
+    manager: Manager, short_dir: Path, is_killed: bool
+) -> None:
+    """As `systemctl restart` and a crash: blocks are there, believed at once only after a stop."""
+    folder = short_dir / "d"
+    folder.mkdir(mode=0o700)
+    with Activation(folder) as activation:
+        with activation.start(activation.daemon()) as daemon:
+            with connect_worker(daemon.socket) as worker:
+                lease = worker.lookup().lease
+                assert not worker.publish(lease, "a", "b").refused
+                worker.release(lease)
+            if is_killed:
+                daemon.kill()
+        manager.drain()
+        assert set(manager.stored) == {"cachewarm-records", "cachewarm-pool", "cachewarm-catalog"}
+        names = ":".join(["control.sock", *manager.stored])
+        stored = list(manager.stored.values())
+        with activation.start(activation.daemon(names=names), stored) as daemon:
+            assert (daemon.status().epoch, daemon.status().pool.blocks["sealed"]) == (2, 2)
+            with connect_worker(daemon.socket) as worker:
+                blocks = worker.lookup("a", "b").blocks
+                assert [worker.read(block) for block in blocks] == [key("a"), key("b")]
+            assert f'"verified": {"false" if is_killed else "true"}' in daemon.log()
+            daemon.kill()
+        # The token was for one daemon only.
+        with activation.start(activation.daemon(names=names), stored) as daemon:
+            assert daemon.status().pool.blocks["sealed"] == 2
+            assert '"verified": false' in daemon.log()
+
+
+def test_half_a_pool_is_no_pool(manager: Manager, short_dir: Path) -> None:
+    """The store lost a part of it: a new pool, and nothing of the old one stays stored."""
+    folder = short_dir / "d"
+    folder.mkdir(mode=0o700)
+    with Activation(folder) as activation:
+        with activation.start(activation.daemon()):
+            pass
+        manager.drain()
+        before = os.fstat(manager.stored["cachewarm-records"]).st_ino
+        names = ["cachewarm-records", "cachewarm-catalog", "cachewarm-weights-unknown"]
+        manager.stored["cachewarm-weights-unknown"] = os.memfd_create("x")
+        stored = [manager.stored[name] for name in names]
+        daemon = activation.daemon(names=":".join(["control.sock", *names]))
+        with activation.start(daemon, stored):
+            assert "one of its two memfds is missing" in daemon.log()
+            manager.drain()
+            assert os.fstat(manager.stored["cachewarm-records"]).st_ino != before
+            assert "cachewarm-weights-unknown" not in manager.stored
 
 
 def test_activated_socket_outlives_its_daemons(short_dir: Path) -> None:

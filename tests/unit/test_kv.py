@@ -610,5 +610,5 @@ def test_random_histories_agree_with_a_plain_model(harness: Harness) -> None:
 
 def test_layout_has_the_size_that_the_records_file_has(harness: Harness) -> None:
     """One record for each smallest slot, behind one page of header."""
-    expected = layout.RECORDS_OFFSET + layout.RECORDS_PER_EXTENT * layout.RECORD.itemsize
-    assert os.fstat(harness.pool.records_fd).st_size == expected
+    expected = layout.records_bytes(1)
+    assert os.fstat(harness.pool.memfds.records).st_size == expected

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cachewarmd import __main__ as cachewarmd_main
 from cachewarmd import options
+from cachewarmd import program as cachewarmd_program
 from engine.option_table import SERVE_OPTIONS
 from tests.daemon import PATIENCE_S, environment
 
@@ -232,7 +232,7 @@ def test_socket_unit_and_daemon_mean_the_same_socket() -> None:
     """Path and descriptor name: else the daemon would bind a socket of its own."""
     control, command = settings(SYSTEMD / "cachewarmd.socket"), command_of(settings(DAEMON))
     assert control["ListenStream"] == [command[command.index("--socket") + 1]]
-    assert control["FileDescriptorName"] == [cachewarmd_main._SOCKET_FD_NAME]
+    assert control["FileDescriptorName"] == [cachewarmd_program._SOCKET_FD_NAME]
     for unit in (ENGINE, *WORKERS):
         environ = environ_of(settings(unit))
         assert environ["CACHEWARM_ENGINE_CACHEWARMD"] == control["ListenStream"][0]

@@ -45,14 +45,20 @@ class Site:
             self.bench.memory, HashModel.block_bytes, self.num_slots
         )
 
+    def come_back(self) -> None:
+        """The daemon dies, and another has its memory."""
+        self.daemon = self.link.daemon = self.daemon.succeed()
+
     def run(
         self, plan: Sequence[tuple[int, ToWorker]], on_turn: Callable[[], None] | None = None
     ) -> Script:
         script = Script([*plan], on_turn=on_turn or self.daemon.answer, on_wait=self._wake)
         self.script = script
         self.bench.run(script, self.cache)
-        self.daemon.answer()
         self.cache.poll()
+        while self.daemon.num_owed:  # an answer may be followed by a release
+            self.daemon.answer()
+            self.cache.poll()
         self.bench.check_idle()
         assert not self.daemon.leases, "a lease is left"
         return script
@@ -100,7 +106,7 @@ def test_d2_prompts_that_part_within_a_block_share_nothing_of_it(common: int) ->
 @st.composite
 def troubles(draw: st.DrawFn) -> tuple[int, dict[str, float]]:
     """A seed, and how often in a turn what happens."""
-    kinds = ["answer", "answer all", "evict", "slow", "lose"]
+    kinds = ["answer", "answer all", "evict", "slow", "lose", "die", "forget"]
     return draw(st.integers(0, 1 << 16)), {
         kind: draw(st.sampled_from([0.0, 0.1, 0.5])) for kind in kinds
     }
@@ -122,6 +128,11 @@ def test_a_daemon_in_any_trouble_changes_no_token(
             site.daemon.close()
             site.lost.append(site.daemon)
             site.connect()
+        if chance.random() < often["die"] / 3:
+            # Whatever it has done of what it was asked for, nobody hears of the rest.
+            site.come_back()
+        if chance.random() < often["forget"] / 5:
+            site.daemon.quarantined.clear()  # its time is over
         if chance.random() < often["answer"]:
             site.daemon.answer(chance.randint(1, 3))
         if chance.random() < often["answer all"]:
@@ -250,3 +261,24 @@ def test_an_acknowledgement_under_a_released_lease_swaps_nothing() -> None:
     second.table.clear()
     pool.check_invariants()
     assert pool.num_free == pool.num_blocks
+
+
+def test_a_daemon_that_comes_back_with_the_pool_is_told_every_lease() -> None:
+    """What is read stays leased, the chain grows on, and nothing is computed again."""
+    site = Site(Bench(), num_slots=16)
+    submit = make_submit(1, range(30), max_tokens=30)
+    turns = 0
+
+    def on_turn() -> None:
+        nonlocal turns
+        turns += 1
+        if turns % 8 == 0:
+            site.come_back()
+        site.daemon.answer()
+        site.daemon.evict(random.Random(0))
+
+    script = site.run([(0, submit)], on_turn)
+    check(script, [submit])
+    assert site.daemon.link.epoch > 2
+    assert not site.daemon.quarantined
+    assert computed(site.bench) == 30 + 30 - 1, "nothing was lost"

@@ -70,7 +70,7 @@ ITEM_STATE_FAILED: ItemState
 ITEM_STATE_CANCELLED: ItemState
 
 class Envelope(_message.Message):
-    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job")
+    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "reattach", "reattach_reply", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job")
     ID_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     NUM_FDS_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,8 @@ class Envelope(_message.Message):
     PROVIDE_FIELD_NUMBER: _ClassVar[int]
     WARM_ITEM_FIELD_NUMBER: _ClassVar[int]
     WARM_ITEM_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    REATTACH_FIELD_NUMBER: _ClassVar[int]
+    REATTACH_REPLY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     STATUS_REPLY_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +131,8 @@ class Envelope(_message.Message):
     provide: Provide
     warm_item: WarmItem
     warm_item_update: WarmItemUpdate
+    reattach: Reattach
+    reattach_reply: ReattachReply
     status: Status
     status_reply: StatusReply
     warmup: Warmup
@@ -143,7 +147,7 @@ class Envelope(_message.Message):
     jobs: Jobs
     jobs_reply: JobsReply
     cancel_job: CancelJob
-    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., reattach: _Optional[_Union[Reattach, _Mapping]] = ..., reattach_reply: _Optional[_Union[ReattachReply, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ...) -> None: ...
 
 class Ok(_message.Message):
     __slots__ = ()
@@ -172,7 +176,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., name: _Optional[str] = ..., pid: _Optional[int] = ..., private_pool_bytes: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "version", "pid", "epoch", "pool_bytes", "extent_bytes", "salt", "client_id")
+    __slots__ = ("protocol_version", "version", "pid", "epoch", "pool_bytes", "extent_bytes", "salt", "client_id", "pool_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +185,7 @@ class HelloReply(_message.Message):
     EXTENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     version: str
     pid: int
@@ -189,7 +194,8 @@ class HelloReply(_message.Message):
     extent_bytes: int
     salt: bytes
     client_id: int
-    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., extent_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ..., client_id: _Optional[int] = ...) -> None: ...
+    pool_id: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., extent_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ..., client_id: _Optional[int] = ..., pool_id: _Optional[bytes] = ...) -> None: ...
 
 class PackTensor(_message.Message):
     __slots__ = ("name", "op", "shape", "dtype", "offset", "num_bytes", "row_group", "column_group")
@@ -352,6 +358,38 @@ class Release(_message.Message):
     LEASE_FIELD_NUMBER: _ClassVar[int]
     lease: int
     def __init__(self, lease: _Optional[int] = ...) -> None: ...
+
+class Reattach(_message.Message):
+    __slots__ = ("epoch", "client_id", "claims")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    CLAIMS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    client_id: int
+    claims: _containers.RepeatedCompositeFieldContainer[Claim]
+    def __init__(self, epoch: _Optional[int] = ..., client_id: _Optional[int] = ..., claims: _Optional[_Iterable[_Union[Claim, _Mapping]]] = ...) -> None: ...
+
+class Claim(_message.Message):
+    __slots__ = ("stamp_id", "block")
+    STAMP_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    stamp_id: int
+    block: Handle
+    def __init__(self, stamp_id: _Optional[int] = ..., block: _Optional[_Union[Handle, _Mapping]] = ...) -> None: ...
+
+class Handle(_message.Message):
+    __slots__ = ("slot", "generation")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ReattachReply(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leases: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Provide(_message.Message):
     __slots__ = ("weights_sha256", "model_name", "stamp")

@@ -1,0 +1,70 @@
+"""Descriptors that outlive the daemon: kept by the service manager, or by our holder.
+
+Both take them by FDSTORE=1 and pass them to the next daemon by LISTEN_FDS, under the same names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from cachewarmd.failpoints import hit
+from cachewarmd.log import get_logger
+from cachewarmd.notify import Notifier
+
+RECORDS, POOL, CATALOG = "cachewarm-records", "cachewarm-pool", "cachewarm-catalog"
+LISTENER = "cachewarm-listener"  # the control socket, where no socket unit owns it
+_DEFAULT_ROOM = 64  # FileDescriptorStoreMax= of our unit
+
+_log = get_logger()
+
+
+class FdStore:
+    """What is stored, by name. `passed` are the descriptors that an earlier daemon stored."""
+
+    def __init__(
+        self, notifier: Notifier, passed: Mapping[str, int], room: int = _DEFAULT_ROOM
+    ) -> None:
+        self._notifier = notifier
+        self._passed = dict(passed)
+        self._stored = set(passed)
+        self._room = room
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of what is stored now."""
+        return frozenset(self._stored)
+
+    def take(self, name: str) -> int | None:
+        """What an earlier daemon stored, now the caller's. It stays stored."""
+        return self._passed.pop(name, None)
+
+    def keep(self, name: str, fd: int) -> bool:
+        """Store a duplicate, in place of what was stored under this name; False = not stored."""
+        if not self._notifier.is_enabled:
+            return False
+        self.forget(name)
+        if len(self._stored) >= self._room:
+            _log.error("fd_store_is_full", name=name, room=self._room)
+            return False
+        hit("store.before")
+        if not self._notifier.store_fd(name, fd):
+            _log.error("fd_not_stored", name=name)
+            return False
+        hit("store.after")
+        self._stored.add(name)
+        return True
+
+    def forget(self, name: str) -> None:
+        """The next daemon does not get it. Idempotent."""
+        if name in self._stored:
+            self._notifier.remove_fd(name)
+            self._stored.discard(name)
+
+    def forget_rest(self) -> list[str]:
+        """Nobody took these: they are closed and not stored any more. Returns their names."""
+        rest = list(self._passed)
+        for name in rest:
+            os.close(self._passed.pop(name))
+            self.forget(name)
+        return rest
