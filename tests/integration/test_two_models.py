@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from cachewarmd.client import AttachedWeights, Client
@@ -251,7 +252,9 @@ def test_d10_four_hundred_short_requests_lose_no_block_and_no_lease(short_dir: P
         def fds_of_daemon() -> int:
             return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
-        fds = fds_of_daemon()  # with no connection so far
+        # With no connection so far, and the process that will read weights one day beside it.
+        wait_until(lambda: psutil.Process(daemon.pid).children(), "a packer")
+        fds = fds_of_daemon()
         for number in range(0, 400, 8):
             with connect(daemon.socket, Kind()) as worker:
                 for i in (0, 2, 3, 4, 7):
@@ -263,7 +266,7 @@ def test_d10_four_hundred_short_requests_lose_no_block_and_no_lease(short_dir: P
         with daemon.client(pb.ROLE_ADMIN) as admin:
             reply = admin.call(pb.Envelope(evict=pb.Evict()), PATIENCE_S)[0].evict_reply
         assert reply.num_kept == 0
-        wait_until(lambda: fds_of_daemon() == fds, "as many descriptors as before")
+        wait_until(lambda: fds_of_daemon() <= fds, "no more descriptors than before")
         pool = daemon.status().pool
         assert pool.num_extents_free == pool.num_extents == 1
         assert pool.bytes["free"] == pool.pool_bytes
