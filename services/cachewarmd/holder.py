@@ -63,9 +63,13 @@ class _Holder:
             print(f"cachewarmd: the daemon ended ({code}), starting it again", file=sys.stderr)
             if self._is_ready:
                 delay = _BACK_OFF_S
-            else:
-                time.sleep(delay)
-                delay = min(2 * delay, _BACK_OFF_MAX_S)
+                continue
+            end = time.monotonic() + delay
+            while time.monotonic() < end and not self._is_stopping:
+                time.sleep(_BACK_OFF_S)
+            if self._is_stopping:
+                return code
+            delay = min(2 * delay, _BACK_OFF_MAX_S)
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
