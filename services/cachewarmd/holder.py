@@ -58,18 +58,21 @@ class _Holder:
             exited = os.WIFEXITED(status)
             code = os.WEXITSTATUS(status) if exited else 128 + os.WTERMSIG(status)
             is_hopeless = exited and (not was_ready or code == _EXIT_BAD_SETTINGS)
-            if code == 0 or self._is_stopping or is_hopeless:
+            if code == 0 or self._has_to_stop() or is_hopeless:
                 return code
             print(f"cachewarmd: the daemon ended ({code}), starting it again", file=sys.stderr)
             if self._is_ready:
                 delay = _BACK_OFF_S
                 continue
             end = time.monotonic() + delay
-            while time.monotonic() < end and not self._is_stopping:
+            while time.monotonic() < end:
                 time.sleep(_BACK_OFF_S)
-            if self._is_stopping:
-                return code
+                if self._has_to_stop():
+                    return code
             delay = min(2 * delay, _BACK_OFF_MAX_S)
+
+    def _has_to_stop(self) -> bool:
+        return self._is_stopping
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
