@@ -5,12 +5,27 @@ Token counts and digests only, never prompt text.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
 
 LEVELS = ("debug", "info", "warning", "error")
+
+
+class _Stderr:
+    """Where log lines go; one that nobody reads any more must not end a daemon."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stderr.flush()
 
 
 def configure(service: str, level: str) -> None:
@@ -29,6 +44,6 @@ def configure(service: str, level: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, _Stderr())),
     )
     structlog.contextvars.bind_contextvars(service=service)
