@@ -386,8 +386,11 @@ def _map_pool(hello: pb.HelloReply, fds: Sequence[int]) -> SharedPool:
         or bytes(header["layout_hash"]) != layout.layout_hash()
     ):
         raise ProtocolError("the daemon's pool has another layout than this engine reads")
+    num_extents = hello.pool_bytes // layout.EXTENT_BYTES
+    if len(raw) != layout.records_bytes(num_extents):
+        raise ProtocolError("the pool's records have another size than they must have")
     memory = segment.map_memory(fds[1], hello.pool_bytes)
-    shared = layout.RecordsMap.of(raw, hello.pool_bytes // layout.EXTENT_BYTES)
+    shared = layout.RecordsMap.of(raw, num_extents)
     return SharedPool(memory, shared.records, shared.header, bytes(header["pool_id"]))
 
 

@@ -58,14 +58,21 @@ class _Holder:
             exited = os.WIFEXITED(status)
             code = os.WEXITSTATUS(status) if exited else 128 + os.WTERMSIG(status)
             is_hopeless = exited and (not was_ready or code == _EXIT_BAD_SETTINGS)
-            if code == 0 or self._is_stopping or is_hopeless:
+            if code == 0 or self._has_to_stop() or is_hopeless:
                 return code
-            print(f"cachewarmd: the daemon ended ({code}), starting it again", file=sys.stderr)
+            _say(f"the daemon ended ({code}), starting it again")
             if self._is_ready:
                 delay = _BACK_OFF_S
-            else:
-                time.sleep(delay)
-                delay = min(2 * delay, _BACK_OFF_MAX_S)
+                continue
+            end = time.monotonic() + delay
+            while time.monotonic() < end:
+                time.sleep(_BACK_OFF_S)
+                if self._has_to_stop():
+                    return code
+            delay = min(2 * delay, _BACK_OFF_MAX_S)
+
+    def _has_to_stop(self) -> bool:
+        return self._is_stopping
 
     def _stop(self, *_: object) -> None:
         self._is_stopping = True
@@ -116,7 +123,7 @@ class _Holder:
             environ["LISTEN_FDNAMES"] = ":".join(names)
             os.execve(self._command[0], self._command, environ)
         except OSError as exc:
-            print(f"cachewarmd: the daemon can't be started: {exc}", file=sys.stderr)
+            _say(f"the daemon can't be started: {exc}")
         finally:
             os._exit(127)
 
@@ -153,7 +160,7 @@ class _Holder:
                 self._drop(name)
                 self._fds[name] = fds.pop()
             else:
-                print(f"cachewarmd: descriptor {name!r} was not kept", file=sys.stderr)
+                _say(f"descriptor {name!r} was not kept")
         else:
             self._is_ready = self._is_ready or "READY=1" in lines
             self._tell_outer(data)
@@ -170,6 +177,11 @@ class _Holder:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         with sock, contextlib.suppress(OSError):
             sock.sendto(data, self._outer.replace("@", "\0", 1))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # whoever read it may be gone
+        os.write(2, f"cachewarmd: {text}\n".encode())
 
 
 def _passed_to_us() -> dict[str, int]:

@@ -15,13 +15,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from cachewarmd import layout
+from cachewarmd import invariants, layout
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
 from cachewarmd.eviction import EvictionOrder, ExtentChoice
 from cachewarmd.failpoints import hit, may_fail
-from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES, BlockState
-from cachewarmd.lease import LeaseRows
+from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES
+from cachewarmd.lease import Lease, LeaseRows
 from cachewarmd.pool import Extent, Pool
 
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
@@ -50,16 +50,6 @@ class Source:
     is_open: Callable[[], bool]
 
 
-@dataclass
-class _Lease:
-    """On `block` and so on its chain. `row` of `rows` tells a later daemon; no rows, no row."""
-
-    stamp: StampInfo
-    rows: LeaseRows | None
-    row: int
-    block: Block | None = None
-
-
 class BlockStore:
     """Index, leases and eviction over a Pool.
 
@@ -72,7 +62,7 @@ class BlockStore:
         self._stamps: dict[bytes, StampInfo] = {}
         self._superseded_weights: Set[bytes] = frozenset()
         self._index: dict[bytes, Block] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, Lease] = {}
         self._unverified: deque[Block] = deque()  # content that another daemon sealed
         self._order = EvictionOrder()
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
@@ -187,7 +177,7 @@ class BlockStore:
     def _new_lease(self, stamp: StampInfo, block: Block | None, rows: LeaseRows | None) -> int:
         row = rows.take() if rows is not None else 0
         lease = next(self._lease_ids)
-        self._leases[lease] = _Lease(stamp, rows, row)
+        self._leases[lease] = Lease(stamp, rows, row)
         self._move_lease(lease, block)
         return lease
 
@@ -489,54 +479,4 @@ class BlockStore:
 
     def check_invariants(self) -> None:
         """Raises AssertionError naming the first thing that is not as it must be."""
-        blocks, _ = self._pool.usage()
-        assert sum(blocks.values()) == sum(e.num_slots for e in self._pool.extents), "capacity"
-        free = sum(len(e.free_slots) for e in self._pool.extents)
-        assert blocks["free"] == free, f"free records {blocks['free']}, free slots {free}"
-        assert blocks["sealed"] == len(self._index), "sealed records and index differ"
-        assert not blocks["reserved"], "a slot stayed reserved"
-        slots = [block.slot for block in self._index.values()]
-        assert len(set(slots)) == len(slots), "two blocks in one slot"
-        children: Counter[Block] = Counter()
-        holds: Counter[Block] = Counter(
-            lease.block for lease in self._leases.values() if lease.block is not None
-        )
-        for block in holds:
-            assert self._index.get(block.key) is block, "leased, not sealed"
-        for lease in self._leases.values():
-            told = lease.block.slot if lease.block is not None else None
-            assert lease.rows is None or lease.rows.slot(lease.row) == told, "a lease's row"
-        for key, block in self._index.items():
-            record = self._pool.records[block.slot]
-            assert block.key == key == bytes(record["key"]), "key"
-            assert record["state"] == BlockState.SEALED, "an indexed block is not sealed"
-            assert record["generation"] == block.generation, "generation"
-            assert record["offset"] == block.offset == self._pool.offset_of(block.slot), "offset"
-            assert block.is_sealed, "an indexed block is not sealed"
-            if block.parent is not None:
-                assert self._index.get(block.parent.key) is block.parent, "not prefix-closed"
-                assert block in block.parent.children, "a child its parent does not know"
-                children[block.parent] += 1
-                holds[block.parent] += bool(block.num_holds)
-        for block in self._index.values():
-            assert len(block.children) == children[block], "children count"
-            assert block.num_holds == holds[block], "lease count"
-        self._check_extents()
-        offered = self._order.offered()
-        missing = [b for b in self._index.values() if b.is_evictable and b not in offered]
-        assert not missing, "an evictable block is on no heap"
-
-    def _check_extents(self) -> None:
-        by_extent: dict[Extent, list[Block]] = {extent: [] for extent in self._pool.extents}
-        for block in self._index.values():
-            by_extent[self._pool.extent_of(block.slot)].append(block)
-        for extent, blocks in by_extent.items():
-            assert bool(extent.slot_bytes) == bool(blocks), "an extent in use is empty"
-            stamp_ids = Counter(block.stamp.stamp_id for block in blocks)
-            assert extent.stamp_ids == stamp_ids, "stamps of an extent"
-            assert extent.num_held == sum(bool(b.num_holds) for b in blocks), "slots held"
-            unheld = [tail.last_used for b in blocks if not b.num_holds for tail in b.subtree()]
-            assert extent.last_used >= max(unheld, default=0), "an extent's last use"
-        sizes = Counter(e.slot_bytes for e in self._pool.extents if e is not self._pool.draining)
-        assert self._pool.num_free == sizes.pop(0, 0), "free extents"
-        assert +self._pool.num_extents_of == sizes, "extents of each size"
+        invariants.check(self._pool, self._index, self._leases.values(), self._order)

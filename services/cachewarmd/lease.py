@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cachewarmd import layout
+from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import LimitError
 from cachewarmd.failpoints import hit
 
@@ -72,6 +73,16 @@ class LeaseRows:
         """No lease is left; somebody else may have the rows."""
         self._rows[:] = 0
         self._client["is_used"] = 0
+
+
+@dataclass
+class Lease:
+    """On `block` and so on its chain. `row` of `rows` tells a later daemon; no rows, no row."""
+
+    stamp: StampInfo
+    rows: LeaseRows | None
+    row: int
+    block: Block | None = None
 
 
 class LeaseTable:

@@ -5,10 +5,11 @@ Token counts and digests only, never prompt text.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -34,6 +35,19 @@ def configure(service: str, level: str, *, is_lazy: bool = False) -> None:
 def get_logger() -> FilteringBoundLogger:
     """The logger of a module; how it logs is decided when it does."""
     return cast("FilteringBoundLogger", _Logger())
+
+
+class _Stderr:
+    """Where log lines go; one that nobody reads any more must not end a daemon."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stderr.flush()
 
 
 class _Logger:
@@ -81,6 +95,6 @@ def _structlog() -> Any:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, _Stderr())),
     )
     return structlog

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +15,19 @@ import pytest
 from cachewarmd import layout
 from cachewarmd.client import Client
 from cachewarmd.v1 import control_pb2 as pb
-from tests.daemon import PATIENCE_S, Daemon, children_of, wait_until
+from tests.daemon import (
+    PATIENCE_S,
+    Daemon,
+    StartFailedError,
+    children_of,
+    environment,
+    wait_readable,
+    wait_until,
+)
 from tests.worker import Worker, connect_worker, key
 
 HOLDER = ["--holder"]
+_PROGRAM = "from cachewarmd.__main__ import main; raise SystemExit(main())"
 
 
 @pytest.fixture
@@ -97,10 +108,28 @@ def test_killed_holder_leaves_a_daemon_that_serves(daemon: Daemon) -> None:
     wait_until(lambda: not Path(f"/proc/{served_by}").exists(), "it stops in order")
 
 
+def test_who_started_it_may_be_gone(short_dir: Path) -> None:
+    """Nobody reads its ready line nor its log any more: the next daemon serves all the same."""
+    daemon = Daemon(short_dir / "s", "64MiB", HOLDER)
+    read, write = os.pipe()
+    command = [sys.executable, "-P", "-c", _PROGRAM, "--holder", "--socket", str(daemon.socket)]
+    holder = subprocess.Popen(
+        [*command, "--pool-bytes", "64MiB"], env=environment(), stdout=write, stderr=write
+    )
+    os.close(write)
+    try:
+        assert wait_readable(read), "no ready line"
+        os.close(read)
+        for epoch in (2, 3):
+            daemon.kill_under_holder()
+            assert daemon.status().epoch == epoch
+    finally:
+        holder.terminate()
+        assert holder.wait(PATIENCE_S) == 0
+
+
 def test_bad_settings_are_not_tried_again(short_dir: Path) -> None:
     """What can't start at all ends the holder with the daemon's own status."""
-    from tests.daemon import StartFailedError
-
     with pytest.raises(StartFailedError) as failed:
         Daemon(short_dir / "s", "1KiB", HOLDER).start()
     assert failed.value.returncode == 1
