@@ -306,17 +306,18 @@ def test_e11_a_pool_that_was_full_admits_the_next_request(
 ) -> None:
     """Six fill it, three are cancelled somewhere, the rest ends: thirty times, nothing is left."""
     engine = engines["chunk 64, 10 blocks"]
-    jobs = solo_jobs(engine, m_rand_dir, [40] * 8, 24, 2500)
+    # Five are admitted with two blocks each, and need a third at their 25th token.
+    jobs = solo_jobs(engine, m_rand_dir, [40] * 8, 40, 2500)
     before = engine.wait_idle().num_preemptions
     chance = random.Random(11)
     took, num_cut = [], 0
     for _ in range(30):
         chosen = chance.sample(jobs, 6)
         leaving = set(chance.sample(range(6), 3))
-        with engine.slowed(0.02):
-            streams = begin(engine, chosen)
+        with engine.slowed(0.01):
+            streams = begin_together(engine, chosen)
             for number in leaving:
-                streams[number].wait_for_tokens(chance.randrange(12))
+                streams[number].wait_for_tokens(chance.randrange(36))
                 streams[number].cancel()
         check_all(
             [job for number, job in enumerate(chosen) if number not in leaving],

@@ -108,7 +108,7 @@ class Load:
         for thread in self._threads:
             thread.join(120)
             assert not thread.is_alive(), "a stream did not end"
-        assert not self.faults, self.faults
+        assert not self.faults, f"{self.faults[0]}: {self.engine.log()[-3000:]}"
         return [stream.done for stream in self.streams if stream.done is not None]
 
     def _keep(self, rng: np.random.Generator) -> None:
