@@ -5,6 +5,17 @@
 
 `start` (or `with`) returns when the engine has said that it serves; the end of `with` leaves no
 process behind, whatever state it is in. Each engine has a runtime directory of its own.
+
+The steps of tiny models take a millisecond, so a stream is over before a test can do anything to
+it, or the test is starved until it is. What needs a stream that still runs slows the engine down
+until it has done what it wants to:
+
+    with engine.slowed(0.2):
+        stream = engine.stream([5, 6, 7], max_tokens=100)
+        stream.wait_for_tokens(10)
+        engine.kill_worker()
+        stream.check_running()
+    answer = stream.result()
 """
 
 from __future__ import annotations
@@ -39,8 +50,9 @@ from engine.client import Accepted, CallError, Done, EngineClient, Event, Text, 
 from engine.v1 import engine_pb2 as pb
 from engine.v1.engine_pb2_grpc import EngineServiceStub
 from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
+from tests.patched_workers import PatchedWorkers
 
-START_S = 90.0  # torch is imported meanwhile, on a machine that may be busy
+START_S = 90.0  # of several processes, on a machine that may be busy
 _CODE = "import sys; from engine.__main__ import main; sys.exit(main())"
 
 
@@ -122,6 +134,11 @@ class Stream:
         wait_until(lambda: self.accepted is not None or self.error is not None, "Accepted")
         assert self.error is None, self.error
 
+    def check_running(self) -> None:
+        """Fails the test when it has ended: what was just done was not done to a running stream."""
+        assert self.error is None, self.error
+        assert self.done is None, "it was over too soon"
+
     def join(self) -> None:
         """Returns when it has ended, in whatever way."""
         assert self.thread is not None
@@ -144,7 +161,12 @@ def command(*arguments: str) -> list[str]:
 
 
 class Engine:
-    """One engine. `cachewarmd` is a socket, "auto" or "off"; `extra` are more flags of `serve`."""
+    """One engine. `cachewarmd` is a socket, "auto" or "off"; `extra` are more flags of `serve`.
+
+    With `step_s` every step of its workers takes that much longer, as a larger model's does;
+    `slowed` changes that while it runs, also where `step_s` is 0. `patch` is code that is run in
+    its workers (see `patched_workers`). With None and no patch, workers are as they are.
+    """
 
     def __init__(
         self,
@@ -154,6 +176,8 @@ class Engine:
         port: int = 0,
         extra: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        step_s: float | None = None,
+        patch: str = "",
     ) -> None:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="cwe-", dir="/tmp"))
         self._flags = ["--model", str(model_dir), "--cachewarmd", str(cachewarmd)]
@@ -163,7 +187,12 @@ class Engine:
         if "--lookup-budget" not in extra:
             # On a busy machine the default makes a miss of what a test expects to hit.
             self._flags += ["--lookup-budget", "250ms"]
-        self._env = {**environment(), "XDG_RUNTIME_DIR": str(self.runtime_dir), **(env or {})}
+        self.env = {**environment(), "XDG_RUNTIME_DIR": str(self.runtime_dir), **(env or {})}
+        self._patched: PatchedWorkers | None = None
+        if step_s is not None or patch:
+            self._patched = PatchedWorkers(self.runtime_dir / "site", step_s or 0.0, patch)
+            paths = [str(self._patched.folder), self.env["PYTHONPATH"]]
+            self.env["PYTHONPATH"] = os.pathsep.join(paths)
         self._stdout = self.runtime_dir / "stdout"
         self._stderr = self.runtime_dir / "stderr"
         self._process: subprocess.Popen[bytes] | None = None
@@ -191,7 +220,7 @@ class Engine:
         with self._stdout.open("wb") as stdout, self._stderr.open("ab") as stderr:
             self._process = subprocess.Popen(
                 command("serve", *self._flags),
-                env=self._env,
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -202,6 +231,31 @@ class Engine:
             if line.endswith("\n") and '"ready"' in line:
                 return line
         return ""
+
+    # -- what its workers do --------------------------------------------------------------------
+
+    @property
+    def _workers(self) -> PatchedWorkers:
+        assert self._patched is not None, "made without step_s"
+        return self._patched
+
+    @contextlib.contextmanager
+    def slowed(self, step_s: float) -> Iterator[None]:
+        """Every step of its workers takes that much longer until the end of the `with`."""
+        before, self._workers.step_s = self._workers.step_s, step_s
+        try:
+            yield
+        finally:
+            self._workers.step_s = before
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No worker that starts gets ready until the end of the `with`."""
+        self._workers.hold()
+        try:
+            yield
+        finally:
+            self._workers.release()
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -401,7 +455,7 @@ class Engine:
 
 @contextlib.contextmanager
 def together(*engines: Engine) -> Iterator[None]:
-    """All of them, started two at a time because a start is computing, ended at the same time."""
+    """All of them, started two at a time because a start takes a CPU, ended at the same time."""
     with contextlib.ExitStack() as stack:
         for first in range(0, len(engines), 2):
             pair = engines[first : first + 2]
@@ -439,7 +493,7 @@ def serve_fails(
 
 
 def wait_started(condition: Callable[[], bool], what: str) -> None:
-    """As `wait_until`, for what takes the start of a process that imports torch."""
+    """As `wait_until`, for what takes the start of a process."""
     end = time.monotonic() + START_S
     while not condition():
         assert time.monotonic() < end, f"never happened: {what}"

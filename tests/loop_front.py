@@ -35,11 +35,11 @@ from engine.workers import WorkerPool
 from tests.scripted_worker import BLOCK, Bench, HashModel, Script
 
 _MAX_ACTIVE = 1000
-_STEP_S = 0.002
+_STEP_S = 0.02
 
 
 class SlowHashModel(HashModel):
-    """Takes as long as a small model, so that a stream can be met in any phase."""
+    """Takes as long as a real model, so that a stream can be met in any phase."""
 
     def forward(self, chunks: Sequence[Chunk]) -> list[npt.NDArray[np.float32] | None]:
         """See `executor.base.Executor`."""

@@ -30,6 +30,15 @@ def begin(engine: Engine, jobs: Sequence[Job], **options: object) -> list[Stream
     return [engine.stream(job.prompt, **{**job.options, **options}) for job in jobs]
 
 
+def begin_together(engine: Engine, jobs: Sequence[Job], **options: object) -> list[Stream]:
+    """All of them are there before the first one's prompt is computed, or soon after it."""
+    with engine.slowed(0.5):
+        streams = begin(engine, jobs, **options)
+        for stream in streams:
+            stream.wait_accepted()
+    return streams
+
+
 def check_all(jobs: Sequence[Job], streams: Sequence[Stream]) -> list[Generation]:
     """Wait for all, and check every answer."""
     answers = [stream.result() for stream in streams]

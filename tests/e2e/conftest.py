@@ -26,8 +26,8 @@ def shared_daemon(module_daemon: Daemon) -> Daemon:
 
 @pytest.fixture(scope="module")
 def shared_engine(shared_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
-    """An engine with M-rand on that daemon, which no test of the module ends."""
-    with Engine(m_rand_dir, shared_daemon.socket) as engine:
+    """An engine with M-rand on that daemon, which no test of the module ends; `slowed` works."""
+    with Engine(m_rand_dir, shared_daemon.socket, step_s=0.0) as engine:
         yield engine
 
 

@@ -25,8 +25,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def the_engine(shared_daemon: Daemon, model_dir: Path) -> Iterator[Engine]:
-    """The module's engine, with slow prefill; its tests kill and restart it."""
-    with Engine(model_dir, shared_daemon.socket, extra=["--prefill-chunk", "4"]) as engine:
+    """The module's engine, whose prefill takes many steps; its tests kill and restart it."""
+    flags = ["--prefill-chunk", "4"]
+    with Engine(model_dir, shared_daemon.socket, extra=flags, step_s=0.0) as engine:
         yield engine
 
 
@@ -48,10 +49,11 @@ def test_a_killed_engine_comes_back_warm_without_its_weight_files(
     lengths = [k * BLOCK + delta for k in (1, 2, 3, 4) for delta in (-1, 0, 1)]
     prompts = {length: make_prompt(length, 200 + length) for length in lengths}
     first = {length: engine.generate(p, max_tokens=4).ids for length, p in prompts.items()}
-    stream = engine.stream(make_prompt(70, 22), max_tokens=2000)
-    stream.wait_for_tokens(5)
-    before = shared_daemon.status()
-    engine.kill_all()
+    with engine.slowed(0.05):
+        stream = engine.stream(make_prompt(70, 22), max_tokens=2000)
+        stream.wait_for_tokens(5)
+        before = shared_daemon.status()
+        engine.kill_all()
     assert stream.thread is not None
     stream.thread.join()
     assert stream.error is not None
@@ -88,9 +90,10 @@ def test_a_prefill_that_was_cut_off_is_taken_up_again(
     """After kill -9 in mid-prefill the blocks that were acknowledged are not computed again."""
     prompt = make_prompt(800, 23)
     already = num_sealed(shared_daemon)
-    stream = engine.stream(prompt, max_tokens=2)
-    wait_until(lambda: num_sealed(shared_daemon) >= already + 5, "blocks of the prompt")
-    engine.kill_all()
+    with engine.slowed(0.1):
+        stream = engine.stream(prompt, max_tokens=2)
+        wait_until(lambda: num_sealed(shared_daemon) >= already + 5, "blocks of the prompt")
+        engine.kill_all()
     assert stream.thread is not None
     stream.thread.join()
     assert not stream.pieces, "the prefill was over before it was cut off"
@@ -116,10 +119,12 @@ def test_a_killed_worker_costs_the_client_nothing(
     if not sampling:
         assert whole[:8] == oracle(prompt, 8)
     failovers = engine.info().num_failovers
-    stream = engine.stream(prompt, max_tokens=300, **sampling)
-    stream.wait_for_tokens(20)
-    waiting = engine.stream(make_prompt(40, 25), max_tokens=3)
-    killed = engine.kill_worker()
+    with engine.slowed(0.05):
+        stream = engine.stream(prompt, max_tokens=300, **sampling)
+        stream.wait_for_tokens(20)
+        waiting = engine.stream(make_prompt(40, 25), max_tokens=3)
+        killed = engine.kill_worker()
+        stream.check_running()
     answer = stream.result()
     assert answer.ids == whole
     assert answer.done.num_failovers == 1

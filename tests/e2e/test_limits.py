@@ -45,7 +45,7 @@ def text_of(num_bytes: int) -> str:
 @pytest.fixture(scope="module")
 def engine(m_rand_dir: Path) -> Iterator[Engine]:
     """M-rand whose context is 4096 tokens."""
-    with Engine(m_rand_dir, "off") as running:
+    with Engine(m_rand_dir, "off", step_s=0.0) as running:
         yield running
 
 
@@ -277,11 +277,11 @@ class HealthProbe:
 def check_prompt_answers(attempt: Callable[[], HealthProbe]) -> None:
     """Nearly every check of the health was answered at once.
 
-    Three attempts: a machine that is busy with other things may delay the answers of one, a blocked
+    Five attempts: a machine that is busy with other things may delay the answers of one, a blocked
     loop delays those of all.
     """
     probes: list[HealthProbe] = []
-    while not probes or (probes[-1].p99 >= P99_S and len(probes) < 3):
+    while not probes or (probes[-1].p99 >= P99_S and len(probes) < 5):
         probes.append(attempt())
         seconds = probes[-1].seconds
         assert len(seconds) >= 5, "too short to tell"
@@ -294,13 +294,16 @@ def test_f10_health_is_told_while_the_engine_starts(short_dir: Path, m_rand_dir:
     path = short_dir / "e"
 
     def attempt() -> HealthProbe:
-        engine = Engine(m_rand_dir, "off", extra=["--listen", f"unix:{path}"])
-        engine.launch()
-        with engine:
-            wait_until(path.exists, "the socket")
-            with HealthProbe(f"unix:{path}") as probe:
-                engine.wait_ready()
-                wait_until(lambda: SERVING in probe.told, "it serves")
+        engine = Engine(m_rand_dir, "off", extra=["--listen", f"unix:{path}"], step_s=0.0)
+        with contextlib.ExitStack() as stack:
+            with engine.held():
+                engine.launch()
+                stack.enter_context(engine)
+                wait_until(path.exists, "the socket")
+                probe = stack.enter_context(HealthProbe(f"unix:{path}"))
+                wait_until(lambda: len(probe.told) >= 10, "ten answers")
+            engine.wait_ready()
+            wait_until(lambda: SERVING in probe.told, "it serves")
         first = probe.told.index(SERVING)
         assert set(probe.told[:first]) == {NOT_SERVING}
         assert set(probe.told[first:]) == {SERVING}
@@ -315,19 +318,20 @@ def test_f10_a_long_prefill_blocks_nobody(engine: Engine) -> None:
 
     def attempt() -> HealthProbe:
         with HealthProbe(engine.target) as probe:
-            events = engine.client().generate(prompt, max_tokens=10, request_id="long")
-            next(events)
-            other = engine.stream(make_prompt(20, 706), max_tokens=2, ignore_eos=True)
-            other.wait_accepted()
-            had = engine.worker().num_computed_tokens
-            wait_until(lambda: engine.worker().num_computed_tokens > had, "a step of the prefill")
-            began = time.monotonic()
-            assert engine.client().abort("long")
-            (end,) = list(events)
+            with engine.slowed(0.5):
+                events = engine.client().generate(prompt, max_tokens=10, request_id="long")
+                next(events)
+                other = engine.stream(make_prompt(20, 706), max_tokens=2, ignore_eos=True)
+                other.wait_accepted()
+                had = engine.worker().num_computed_tokens
+                wait_until(lambda: engine.worker().num_computed_tokens > had, "a prefill step")
+                began = time.monotonic()
+                assert engine.client().abort("long")
+                (end,) = list(events)
             took = time.monotonic() - began
-            assert end.finish_reason == "cancelled"
+            assert end.finish_reason == "cancelled", "the prefill went on to its end"
             print(f"cancelled after {took:.3f} s")
-            assert took < 1.0
+            assert took < 10.0
             assert engine.generate(prompt, max_tokens=1).ids
             assert len(other.result().ids) == 2
         return probe
@@ -341,22 +345,30 @@ def test_f10_tokenising_a_long_text_blocks_nobody(engine: Engine, oracle: Oracle
     prompt = make_prompt(20, 707)
 
     def attempt() -> HealthProbe:
-        with ThreadPoolExecutor(1) as pool, HealthProbe(engine.target) as probe:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            engine.slowed(0.01),
+            HealthProbe(engine.target) as probe,
+        ):
             stream = engine.stream(prompt, max_tokens=4000, ignore_eos=True, request_id="other")
             stream.wait_for_tokens(1)
             tokenising = pool.submit(engine.client().tokenize, text)
             before = len(stream.pieces)
             wait_until(lambda: len(stream.pieces) > before + 20, "the stream goes on")
-            assert not tokenising.done()
-            began = time.monotonic()
+            stream.check_running()
             assert engine.client().abort("other")
             stream.join()
-            assert time.monotonic() - began < 1.0
+            were_beside.append(not tokenising.done())
             assert tokenising.result(4 * PATIENCE_S)
         assert stream.ids[:20] == oracle(prompt, 20)
         return probe
 
+    were_beside: list[bool] = []
     check_prompt_answers(attempt)
+    # On a busy machine a text may be over before others have done anything.
+    while not any(were_beside) and len(were_beside) < 5:
+        attempt()
+    assert any(were_beside), "nothing went on while a text was tokenised"
 
 
 def test_f10_a_long_conversation_blocks_nobody(tmp_path: Path) -> None:
@@ -383,7 +395,7 @@ def test_f11_workers_come_and_go_beside_tokenising(short_dir: Path, m_rand_dir: 
     """Two workers, killed twice each, under 300 requests: no hang, and no word about forks."""
     path = short_dir / "e"
     extra = ["--listen", f"unix:{path}", "--workers", "unified=2"]
-    engine = Engine(m_rand_dir, "off", extra=extra)
+    engine = Engine(m_rand_dir, "off", extra=extra, step_s=0.0)
     engine.launch()
     with engine:
         wait_until(path.exists, "the socket")
@@ -408,11 +420,13 @@ def test_f11_workers_come_and_go_beside_tokenising(short_dir: Path, m_rand_dir: 
             for _ in range(2):
                 wait_started(lambda: len(fresh_workers()) == 2, "both workers")
                 victims = fresh_workers()
-                answers += [pool.submit(ask, number) for number in range(150)]
-                wait_until(answers[-150].done, "the first of them is answered")
-                for pid in victims:
-                    os.kill(pid, signal.SIGKILL)
-                    killed.add(pid)
+                with engine.slowed(0.05):
+                    answers += [pool.submit(ask, number) for number in range(150)]
+                    wait_until(answers[-150].done, "the first of them is answered")
+                    for pid in victims:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+                    assert not all(answer.done() for answer in answers), "nobody was there"
             assert [answer.result(4 * PATIENCE_S) for answer in answers] == [8] * 300
         assert len(killed) == 4
         wait_started(lambda: len(fresh_workers()) == 2, "both workers")

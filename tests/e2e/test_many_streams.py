@@ -28,7 +28,7 @@ from tests.solo import begin, check_all, solo_jobs
 NUM_STREAMS = 64
 NUM_SEATS = 16
 NUM_OUTPUT = 48
-# How many times 64 streams run while the daemon is dead; 64 x 48 tokens take about five seconds.
+# How many times 64 streams run while the daemon is dead.
 NUM_WAVES = int(os.environ.get("CACHEWARM_TEST_REPEATS", "1"))
 BLOCK = 32
 # Holds all prompts at once, and less than half of what 64 streams come to need.
@@ -38,6 +38,37 @@ CROWD_FLAGS = [
     "--block-size", str(BLOCK), "--private-pool-bytes", str(NUM_BLOCKS * BLOCK * 1024),
     "--max-num-seqs", str(NUM_STREAMS),
 ]  # fmt: skip
+
+
+# What came in which order, only the worker knows: a line for each chunk, with the number of the
+# step, the sequence, and the first token of a chunk that begins a prompt.
+NOTES_STEPS = """
+import itertools, os
+numbers, forward = itertools.count(), Executor.forward
+
+def noting(self, chunks):
+    number = next(numbers)
+    with open(os.path.join(os.environ["XDG_RUNTIME_DIR"], "steps"), "a") as file:
+        for chunk in chunks:
+            first = -1 if chunk.start else chunk.token_ids[0]
+            print(number, id(chunk.blocks), first, file=file)
+    return forward(self, chunks)
+
+Executor.forward = noting
+"""
+
+
+def noted_steps(engine: Engine) -> dict[int, tuple[int, int]]:
+    """First and last step of the latest sequence by the first token of its prompt."""
+    spans: dict[int, tuple[int, int]] = {}
+    begun: dict[int, int] = {}  # by sequence: the first token of its prompt
+    for line in (engine.runtime_dir / "steps").read_text().splitlines():
+        number, sequence, first = map(int, line.split())
+        if first >= 0:
+            begun[sequence], spans[first] = first, (number, number)
+        elif sequence in begun:
+            spans[begun[sequence]] = (spans[begun[sequence]][0], number)
+    return spans
 
 
 # -- leaving --------------------------------------------------------------------------------------
@@ -51,8 +82,9 @@ def leave(client: EngineClient, number: int) -> tuple[str, str]:
     limit_s = chance.uniform(0.01, 1.0) if way == "deadline" else PATIENCE_S
     name, length = f"leave-{number}", chance.choice((5, 40, 400))
     prompt = make_prompt(length, 6000 + number)
+    # Steps take 20 ms: nobody gets to the end before it leaves.
     events = client.generate(
-        prompt, request_id=name, max_tokens=300, ignore_eos=True, timeout=limit_s
+        prompt, request_id=name, max_tokens=1500, ignore_eos=True, timeout=limit_s
     )
     num_tokens = 0
     try:
@@ -90,9 +122,11 @@ def check_mixture(ways: Counter[tuple[str, str]]) -> None:
 
 @pytest.fixture(scope="module")
 def few_seats(shared_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
-    """Most of 64 streams have to queue, and a prefill takes several steps."""
+    """Most of 64 streams have to queue, and a prefill takes several steps; it notes them."""
     flags = ["--max-num-seqs", str(NUM_SEATS), "--prefill-chunk", "64"]
-    with Engine(m_rand_dir, shared_daemon.socket, extra=flags) as engine:
+    with Engine(
+        m_rand_dir, shared_daemon.socket, extra=flags, step_s=0.0, patch=NOTES_STEPS
+    ) as engine:
         yield engine
 
 
@@ -122,7 +156,7 @@ def test_64_streams_that_leave_anywhere_leave_nothing_behind(
     client = few_seats.client()
     ends: list[dict[str, object]] = []
     for number in range(3):
-        with ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(1) as thread, few_seats.slowed(0.02):
             leaving = thread.submit(leave_all, client, number)
             wait_until(lambda: client.load().num_waiting > 0, "a queue")
             check_mixture(leaving.result())
@@ -179,7 +213,7 @@ def mortal_daemon() -> Iterator[Daemon]:
 @pytest.fixture(scope="module")
 def crowded(mortal_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
     """A seat for everybody, private blocks for less than half of them."""
-    with Engine(m_rand_dir, mortal_daemon.socket, extra=CROWD_FLAGS) as engine:
+    with Engine(m_rand_dir, mortal_daemon.socket, extra=CROWD_FLAGS, step_s=0.0) as engine:
         yield engine
 
 
@@ -194,11 +228,15 @@ def ride_out(engine: Engine, jobs: list[Job], strike: Callable[[], None]) -> Non
     """All run when the daemon dies, and more come while it is dead: each has its own tokens."""
     wait_until(lambda: engine.worker().daemon_connected, "a link")
     before = engine.wait_idle()
-    streams = begin(engine, jobs)
-    for stream in streams:
-        stream.wait_for_tokens(1)
-    assert engine.worker().num_running == NUM_STREAMS
-    strike()
+    # Slow enough that the daemon is gone before the first of them needs a second block.
+    with engine.slowed(0.5):
+        streams = begin(engine, jobs)
+        for stream in streams:
+            stream.wait_for_tokens(1)
+        assert engine.worker().num_running == NUM_STREAMS
+        strike()
+        for stream in streams:
+            stream.check_running()
     for wave in range(NUM_WAVES):
         if wave:
             streams = begin(engine, jobs)
@@ -243,14 +281,19 @@ def test_64_streams_outlive_a_stopped_daemon(
 def test_64_streams_on_16_seats_take_their_turns(few_seats: Engine, jobs: list[Job]) -> None:
     """All end with their own tokens, and nobody is served after one that came a batch later."""
     streams = []
-    for job in jobs:
-        streams += begin(few_seats, [job])
-        streams[-1].wait_accepted()
-    assert few_seats.worker().num_running == NUM_SEATS
+    with few_seats.slowed(0.5):
+        for job in jobs:
+            streams += begin(few_seats, [job])
+            streams[-1].wait_accepted()
+        assert few_seats.worker().num_running == NUM_SEATS
+        for stream in streams:
+            stream.check_running()
     check_all(jobs, streams)
-    firsts = sorted(range(NUM_STREAMS), key=lambda number: streams[number].arrivals[0])
+    steps = noted_steps(few_seats)
+    spans = [steps[job.prompt[0]] for job in jobs]
+    firsts = sorted(range(NUM_STREAMS), key=lambda number: spans[number][0])
     late = {number: place - number for place, number in enumerate(firsts)}
     assert max(map(abs, late.values())) < NUM_SEATS, late
-    for number, stream in enumerate(streams):
-        ended = sum(other.arrivals[-1] < stream.arrivals[0] for other in streams)
-        assert ended <= number, "others that came later had ended before it began"
+    for number, (began, _) in enumerate(spans):
+        num_ended = sum(ended < began for _, ended in spans)
+        assert num_ended <= number, "others that came later had ended before it began"

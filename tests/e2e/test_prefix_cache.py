@@ -18,7 +18,7 @@ from tests.daemon import PATIENCE_S, Daemon, wait_until
 from tests.engine import Engine, evict_all, make_prompt, serve_fails, together
 from tests.fixtures.models import write_m_rand
 from tests.jobs import Job, make_jobs
-from tests.solo import begin, check_all, solo_job, solo_jobs
+from tests.solo import begin_together, check_all, solo_job, solo_jobs
 
 BLOCK, LARGE_BLOCK = 32, 64
 NUM_PRIVATE_BLOCKS = 16  # of the engine whose whole pool one request can take
@@ -50,8 +50,10 @@ def engines(
     socket = shared_daemon.socket
     made = {
         "one": Engine(m_rand_dir, socket, env={"PYTHONHASHSEED": "1"}),
-        "another": Engine(m_rand_dir, socket, extra=flags, env={"PYTHONHASHSEED": "2"}),
-        "large blocks": Engine(m_rand_dir, socket, extra=["--block-size", str(LARGE_BLOCK)]),
+        "another": Engine(m_rand_dir, socket, extra=flags, env={"PYTHONHASHSEED": "2"}, step_s=0.0),
+        "large blocks": Engine(
+            m_rand_dir, socket, extra=["--block-size", str(LARGE_BLOCK)], step_s=0.0
+        ),
         "other model": Engine(other_model_dir, socket),
     }
     with together(*made.values()):
@@ -112,7 +114,7 @@ def test_d2_two_at_the_same_time_share_no_more_than_they_have_in_common(
 ) -> None:
     """All pairs at once: tokens as alone; what one takes from the other is what they share."""
     jobs = [job for pair in pairs.values() for job in pair]
-    answers = check_all(jobs, begin(engines["large blocks"], jobs))
+    answers = check_all(jobs, begin_together(engines["large blocks"], jobs))
     cached = [answer.done.cached_tokens for answer in answers]
     both = [max(pair) for pair in zip(cached[::2], cached[1::2], strict=True)]
     assert all(most <= p for p, most in zip(pairs, both, strict=True)), both
@@ -260,7 +262,8 @@ def test_d10_after_400_requests_of_all_kinds_everything_is_back(
     empty = dict(empty_daemon.status().pool.blocks)
     assert (before.num_private_blocks_free, empty["sealed"]) == (NUM_PRIVATE_BLOCKS, 0)
     mixture = Mixture(engine, jobs)
-    with ThreadPoolExecutor(16) as threads:
+    # Slow enough that deadlines pass, and that who leaves is not too late.
+    with engine.slowed(0.02), ThreadPoolExecutor(16) as threads:
         ends = Counter(threads.map(mixture.run, range(400)))
     assert ends["length"] >= 50
     assert ends["stop"] > 50

@@ -34,15 +34,15 @@ def pieces_of(text: str) -> list[bytes]:
 @pytest.fixture(scope="module")
 def engine(shared_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
     """M-rand; whoever kills it starts it again, on the same port."""
-    with Engine(m_rand_dir, shared_daemon.socket) as running:
+    with Engine(m_rand_dir, shared_daemon.socket, step_s=0.0) as running:
         running.keep_port()
         yield running
 
 
 @pytest.fixture(scope="module")
 def jobs(engine: Engine, m_rand_dir: Path) -> list[Job]:
-    """Greedy and seeded; behind prompts that are long enough for a slow answer."""
-    return make_jobs(engine, m_rand_dir, (2000, 1600), 2000, num_tokens=[100])
+    """Greedy and seeded."""
+    return make_jobs(engine, m_rand_dir, (200, 160), 2000, num_tokens=[100])
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def chain_engine(
     """M-chain, which says SPOKEN; whoever kills it starts it again, on the same port."""
     script, extra = plan_script(CUE, pieces_of(SPOKEN))
     model_dir = write_m_chain(tmp_path_factory.mktemp("model") / "m-chain", script, extra)
-    with Engine(model_dir, shared_daemon.socket) as running:
+    with Engine(model_dir, shared_daemon.socket, step_s=0.0) as running:
         running.keep_port()
         yield running
 
@@ -87,16 +87,17 @@ def test_a_stream_goes_on_when_the_engine_is_back(
 ) -> None:
     """After kill -9 of front and worker, then of the front alone: same ids, text and usage."""
     job = jobs[number]
-    stream = interrupted(engine, job.prompt, **job.options)
-    stream.wait_for_tokens(10)
-    engine.kill_all()
-    assert stream.done is None, "make it longer: it was over before the kill"
-    engine.start()
-    stream.wait_for_tokens(len(stream.pieces) + 10)
-    workers = [psutil.Process(pid) for pid in engine.worker_pids(1)]
-    engine.signal(signal.SIGKILL)
-    engine.wait()
-    assert stream.done is None, "make it longer: it was over before the second kill"
+    with engine.slowed(0.3):
+        stream = interrupted(engine, job.prompt, **job.options)
+        stream.wait_for_tokens(10)
+        engine.kill_all()
+        stream.check_running()
+        engine.start()
+        stream.wait_for_tokens(len(stream.pieces) + 10)
+        workers = [psutil.Process(pid) for pid in engine.worker_pids(1)]
+        engine.signal(signal.SIGKILL)
+        engine.wait()
+        stream.check_running()
     engine.start()
     answer = stream.result()
     job.check(answer)
@@ -115,12 +116,11 @@ def test_a_stop_may_span_the_interruption(
     """Text held back when the engine dies is found to be the stop, or comes after all."""
     begin, end = 20, 220
     stop = SPOKEN[begin:end] + ("" if is_stopped else "x")
-    # A long prompt makes steps slow enough to be met.
-    prompt = [*make_prompt(3000, 2100), CUE]
-    chain_engine.generate(prompt, max_tokens=0)
-    stream = interrupted(chain_engine, prompt, stop=[stop, "never"])
-    stream.wait_for_tokens(begin + 20)
-    chain_engine.kill_all()
+    prompt = [*make_prompt(100, 2100), CUE]
+    with chain_engine.slowed(0.1):
+        stream = interrupted(chain_engine, prompt, stop=[stop, "never"])
+        stream.wait_for_tokens(begin + 20)
+        chain_engine.kill_all()
     assert begin + 10 < len(stream.ids) < end - 10, "the kill came outside of the stop"
     held_at_death = "".join(piece.text for piece in stream.pieces)
     assert held_at_death == SPOKEN[:begin]
@@ -146,11 +146,12 @@ def test_other_weights_are_not_gone_on_with(
 ) -> None:
     """If what comes back on that port has other weights, the client learns that, and no token."""
     other_dir = write_m_rand(tmp_path / "m-rand", variant=1)
-    with Engine(m_rand_dir, shared_daemon.socket) as first:
+    with Engine(m_rand_dir, shared_daemon.socket, step_s=0.3) as first:
         job = jobs[0]
         stream = interrupted(first, job.prompt, **job.options)
         stream.wait_for_tokens(5)
         first.kill_all()
+        stream.check_running()
         port = first.port
     with Engine(other_dir, shared_daemon.socket, port=port):
         with pytest.raises(CallError) as refused:

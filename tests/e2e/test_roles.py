@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,20 +17,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cachewarmd.v1 import control_pb2
 from engine.models.config import load_config
 from engine.models.packing import panel_plan
-from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
+from tests.daemon import PATIENCE_S, Daemon, wait_until
 from tests.engine import Engine, command, make_prompt, serve_fails, wait_started
 from tests.jobs import Job, make_jobs
 
 ROLES = ("prefill", "decode")
 LENGTHS = (1, 20, 31, 32, 33, 64, 70, 200)
-LONG = (1500, 1600)
+LONG = (1500, 70)
 FLAGS = ("--workers", "prefill=1,decode=1", "--prefill-chunk", "16")
 
 
 @pytest.fixture(scope="module")
 def engine(shared_daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
-    """One worker of each role, with slow prefill."""
-    with Engine(m_rand_dir, shared_daemon.socket, extra=FLAGS) as running:
+    """One worker of each role; prefill takes many steps."""
+    with Engine(m_rand_dir, shared_daemon.socket, extra=FLAGS, step_s=0.0) as running:
         yield running
 
 
@@ -41,7 +41,7 @@ def jobs(engine: Engine, m_rand_dir: Path) -> list[Job]:
 
 @pytest.fixture(scope="module")
 def long_jobs(engine: Engine, m_rand_dir: Path) -> list[Job]:
-    """That can be met in prefill and in decode; nobody may use one twice."""
+    """One to be met in prefill and one in decode; nobody may use one twice."""
     return make_jobs(engine, m_rand_dir, LONG, 3100, num_tokens=[100])
 
 
@@ -97,13 +97,14 @@ def test_many_at_once_give_the_same(engine: Engine, jobs: list[Job], shared_daem
 def test_a_prefill_worker_that_dies_is_replaced(engine: Engine, long_jobs: list[Job]) -> None:
     """The prefill that it was at goes on with another, from the blocks that are sealed."""
     job, before = long_jobs[0], num_computed(engine)[0]
-    stream = engine.stream(job.prompt, **job.options)
-    wait_until(
-        lambda: engine.worker("prefill").num_computed_tokens > before + 100,
-        "a part of the prefill",
-    )
-    engine.kill_worker("prefill")
-    assert not stream.pieces, "make it longer: the prefill was over before the kill"
+    with engine.slowed(0.2):
+        stream = engine.stream(job.prompt, **job.options)
+        wait_until(
+            lambda: engine.worker("prefill").num_computed_tokens > before + 100,
+            "a part of the prefill",
+        )
+        engine.kill_worker("prefill")
+        assert not stream.pieces, "the prefill was over before the kill"
     answer = stream.result()
     job.check(answer)
     assert answer.done.num_failovers == 1
@@ -113,11 +114,12 @@ def test_a_prefill_worker_that_dies_is_replaced(engine: Engine, long_jobs: list[
 def test_a_decode_worker_that_dies_is_replaced(engine: Engine, long_jobs: list[Job]) -> None:
     """Streams go on with another: same bytes, and the prefill worker is not asked again."""
     job = long_jobs[1]
-    stream = engine.stream(job.prompt, **job.options)
-    stream.wait_for_tokens(10)
-    before = engine.worker("prefill").num_computed_tokens
-    engine.kill_worker("decode")
-    assert stream.done is None, "make it longer: it was over before the kill"
+    with engine.slowed(0.2):
+        stream = engine.stream(job.prompt, **job.options)
+        stream.wait_for_tokens(10)
+        before = engine.worker("prefill").num_computed_tokens
+        engine.kill_worker("decode")
+        stream.check_running()
     answer = stream.result()
     job.check(answer)
     assert answer.done.num_failovers == 1
@@ -140,14 +142,14 @@ def test_roles_without_a_daemon_are_refused(m_rand_dir: Path) -> None:
 
 
 class ExternalWorker:
-    """`cachewarm-engine worker`, as a unit would run it."""
+    """`cachewarm-engine worker`, as a unit would run it; `env` is its environment."""
 
-    def __init__(self, role: str, socket: Path, config: Path) -> None:
+    def __init__(self, role: str, socket: Path, config: Path, env: Mapping[str, str]) -> None:
         self._runtime = tempfile.TemporaryDirectory(prefix="cww-", dir="/tmp")
         arguments = ("--role", role, "--front", f"unix:{socket}", "--config", str(config))
         self.process = subprocess.Popen(
             command("worker", *arguments),
-            env={**environment(), "XDG_RUNTIME_DIR": self._runtime.name},
+            env={**env, "XDG_RUNTIME_DIR": self._runtime.name},
             stdin=subprocess.DEVNULL,
         )
 
@@ -222,11 +224,12 @@ def test_workers_may_be_processes_of_their_own(
         m_rand_dir,
         shared_daemon.socket,
         extra=["--external-workers", "--worker-socket", str(socket), *FLAGS],
+        step_s=0.0,
     )
     with ExitStack() as stack:
 
         def begin(role: str) -> ExternalWorker:
-            return stack.enter_context(ExternalWorker(role, socket, config))
+            return stack.enter_context(ExternalWorker(role, socket, config, engine.env))
 
         engine.launch()
         with engine:
@@ -245,14 +248,15 @@ def test_workers_may_be_processes_of_their_own(
             assert (item.state, item.num_tokens) == (control_pb2.ITEM_STATE_DONE, 70)
             assert engine.generate(prompt, max_tokens=1).done.cached_tokens == 69
 
-            stream = engine.stream(make_prompt(70, 3301), max_tokens=2000)
-            stream.wait_for_tokens(10)
-            decode.process.kill()
-            wait_until(lambda: health(engine) == NOT_SERVING, "NOT_SERVING")
+            with engine.slowed(0.05):
+                stream = engine.stream(make_prompt(70, 3301), max_tokens=2000)
+                stream.wait_for_tokens(10)
+                decode.process.kill()
+                wait_until(lambda: health(engine) == NOT_SERVING, "NOT_SERVING")
             load = engine.client().load()
             assert (load.serving, load.num_workers) == (False, 1)
             waiting = engine.stream(jobs[2].prompt, **jobs[2].options)
-            assert stream.done is None, "make it longer: it was over before the kill"
+            stream.check_running()
             stream.cancel()
             decode = begin("decode")
             jobs[2].check(waiting.result())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -49,10 +50,13 @@ def bare_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(bare_dir: Path, shared_daemon: Daemon) -> Iterator[Engine]:
-    """An engine that is full soon: one seat, three requests in all, room for 1024 positions."""
+    """An engine that is full soon: one seat, three requests in all, room for 1024 positions.
+
+    Its steps are slow, so that nobody gets to the end of LONG.
+    """
     extra = ["--http-port", "0", "--max-num-seqs", "1", "--max-queue", "3"]
     extra += ["--private-pool-bytes", "1MiB"]
-    with Engine(bare_dir, shared_daemon.socket, extra=extra) as running:
+    with Engine(bare_dir, shared_daemon.socket, extra=extra, step_s=0.03) as running:
         yield running
 
 
@@ -193,7 +197,7 @@ def test_e8_a_deadline_that_passes_in_the_queue_is_told_by_the_server(engine: En
         # As a deadline travels, but without the client's own timer, which may be the first.
         list(stub.Generate(request(make_prompt(300, 521)), metadata=(("grpc-timeout", "300m"),)))
     check_refused(refused.value, errors.ExpiredInQueueError)
-    assert ahead.done is None, "make it longer"
+    ahead.check_running()
     before = engine.worker().num_computed_tokens
     leave(ahead)
     engine.wait_idle()
@@ -407,12 +411,10 @@ def test_an_http_port_in_use_is_named(engine: Engine, bare_dir: Path) -> None:
 
 @pytest.fixture
 def on_path(short_dir: Path, bare_dir: Path) -> Iterator[Engine]:
-    """An engine on a Unix socket, without a daemon, that is launched and not yet ready."""
+    """An engine on a Unix socket, without a daemon, that is not yet started."""
     extra = ["--listen", f"unix:{short_dir}/e", "--http-port", "0", "--drain-timeout", "300ms"]
-    engine = Engine(bare_dir, "off", extra=extra)
-    engine.launch()
-    with engine:
-        yield engine
+    with contextlib.ExitStack() as stack:
+        yield stack.push(Engine(bare_dir, "off", extra=extra, step_s=0.0))
 
 
 def test_a_server_from_its_first_to_its_last_breath(
@@ -421,19 +423,21 @@ def test_a_server_from_its_first_to_its_last_breath(
     """Warming, serving, draining, stopping: what every kind of client is told meanwhile."""
     path = short_dir / "e"
     target = f"unix:{path}"
-    wait_until(path.exists, "the socket")
     with grpc.insecure_channel(target) as channel:
         stub = EngineServiceStub(channel)
-        for call in (
-            lambda: list(stub.Generate(request())),
-            lambda: stub.GetModelInfo(pb.GetModelInfoRequest()),
-        ):
-            with pytest.raises(grpc.RpcError) as refused:
-                call()
-            check_refused(refused.value, errors.WarmingError)
-        assert not stub.GetLoad(pb.GetLoadRequest()).serving
-        assert health(target) == NOT_SERVING
-        assert stub.Tokenize(pb.TokenizeRequest(text="a")).token_ids[0] == 0
+        with on_path.held():
+            on_path.launch()
+            wait_until(path.exists, "the socket")
+            for call in (
+                lambda: list(stub.Generate(request())),
+                lambda: stub.GetModelInfo(pb.GetModelInfoRequest()),
+            ):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call()
+                check_refused(refused.value, errors.WarmingError)
+            assert not stub.GetLoad(pb.GetLoadRequest()).serving
+            assert health(target) == NOT_SERVING
+            assert stub.Tokenize(pb.TokenizeRequest(text="a")).token_ids[0] == 0
 
         on_path.wait_ready()
         assert on_path.target == target
@@ -461,23 +465,26 @@ def test_a_server_from_its_first_to_its_last_breath(
 
 def check_drain(engine: Engine, target: str) -> None:
     """Counts down to 0; nobody new is taken, and those who are there finish."""
-    two = [
-        engine.stream(make_prompt(20, 600 + n), max_tokens=n, ignore_eos=True) for n in (200, 400)
-    ]
-    for stream in two:
-        stream.wait_for_tokens(1)
-    counts: list[int] = []
-    draining = threading.Thread(target=lambda: counts.extend(engine.client().drain()))
-    draining.start()
-    wait_until(lambda: health(target) == NOT_SERVING, "the health check says so")
-    with engine.stub() as stub, pytest.raises(grpc.RpcError) as refused:
-        list(stub.Generate(request()))
-    check_refused(refused.value, errors.DrainingError)
-    status, headers, body = engine.http("/ready")
-    assert (status, body) == (503, '{"ready":false,"reason":"draining"}')
-    assert int(headers["retry-after"]) >= 1
-    assert engine.http("/health")[0] == 200
-    assert all(stream.done is None for stream in two), "make them longer"
+    with engine.slowed(0.1):
+        two = [
+            engine.stream(make_prompt(20, 600 + n), max_tokens=n, ignore_eos=True)
+            for n in (200, 400)
+        ]
+        for stream in two:
+            stream.wait_for_tokens(1)
+        counts: list[int] = []
+        draining = threading.Thread(target=lambda: counts.extend(engine.client().drain()))
+        draining.start()
+        wait_until(lambda: health(target) == NOT_SERVING, "the health check says so")
+        with engine.stub() as stub, pytest.raises(grpc.RpcError) as refused:
+            list(stub.Generate(request()))
+        check_refused(refused.value, errors.DrainingError)
+        status, headers, body = engine.http("/ready")
+        assert (status, body) == (503, '{"ready":false,"reason":"draining"}')
+        assert int(headers["retry-after"]) >= 1
+        assert engine.http("/health")[0] == 200
+        for stream in two:
+            stream.check_running()
     assert [len(stream.result().ids) for stream in two] == [200, 400]
     draining.join(PATIENCE_S)
     assert not draining.is_alive()
@@ -490,12 +497,13 @@ def check_drain(engine: Engine, target: str) -> None:
 
 def test_a_stream_that_outlasts_the_drain_is_told_so(on_path: Engine, short_dir: Path) -> None:
     """DRAINING, so that its client tries elsewhere; the socket is gone."""
-    on_path.wait_ready()
-    stream = on_path.stream(make_prompt(20, 610), max_tokens=4000, ignore_eos=True)
-    stream.wait_for_tokens(3)
-    on_path.terminate()
-    with pytest.raises(CallError) as cut:
-        stream.result()
+    on_path.start()
+    with on_path.slowed(0.05):
+        stream = on_path.stream(make_prompt(20, 610), max_tokens=4000, ignore_eos=True)
+        stream.wait_for_tokens(3)
+        on_path.terminate()
+        with pytest.raises(CallError) as cut:
+            stream.result()
     assert (cut.value.status, cut.value.reason) == ("UNAVAILABLE", "DRAINING")
     assert on_path.wait() == 0
     assert os.listdir(short_dir) == []
@@ -503,7 +511,7 @@ def test_a_stream_that_outlasts_the_drain_is_told_so(on_path: Engine, short_dir:
 
 def test_the_path_of_a_killed_server_is_taken_over(on_path: Engine, short_dir: Path) -> None:
     """What it left behind neither blocks its successor nor stays."""
-    on_path.wait_ready()
+    on_path.start()
     on_path.kill_all()
     assert (short_dir / "e").exists()
     on_path.start()
@@ -550,13 +558,14 @@ def test_what_kills_workers_is_given_up_and_so_is_an_engine_without_any(
 ) -> None:
     """INTERNAL for the request on which three died; NO_WORKER when no more can be started."""
     model = shutil.copytree(bare_dir, tmp_path / "m")
-    with Engine(model, "off", extra=["--prefill-chunk", "1"]) as engine, engine.stub() as stub:
+    flags = ["--prefill-chunk", "1"]
+    with Engine(model, "off", extra=flags, step_s=0.05) as engine, engine.stub() as stub:
         poison = stub.Generate(request(make_prompt(4000, 620)))
         assert next(poison).HasField("accepted")
-        for _ in range(3):
+        for number in range(3):
             wait_until(lambda: engine.info().num_requests_running == 1, "it runs")
             engine.kill_worker()
-            wait_until(lambda: engine.info().num_requests_running == 0, "its worker is gone")
+            wait_until(lambda n=number: engine.log().count("worker_lost") > n, "it is noticed")
         with pytest.raises(grpc.RpcError) as given_up:
             list(poison)
         check_refused(given_up.value, errors.InternalError)

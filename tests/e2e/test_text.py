@@ -227,7 +227,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     config = json.loads(path.read_text())
     config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
     path.write_text(json.dumps(config))
-    with Engine(model, "off") as engine:
+    with Engine(model, "off", step_s=0.01) as engine:
         yield engine
 
 
@@ -308,6 +308,7 @@ def test_a_template_that_never_ends_harms_nobody(named: Engine, template: str) -
     with pytest.raises(CallError) as refused:
         ask_chat(named, USER, template)
     during = len(stream.pieces) - before
+    stream.check_running()
     assert (refused.value.status, refused.value.reason) == REFUSED
     assert refused.value.message.startswith("chat: ")
     if template == "endless":

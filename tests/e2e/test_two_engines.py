@@ -21,8 +21,8 @@ MIB = 1 << 20
 MAX_GROWTH = 5 * MIB
 # A block takes a slot, however short: large ones fill an extent of 64 MiB after few requests.
 FLAGS = ["--block-size", "128", "--max-num-seqs", "4"]
-BIG = Shape(hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=2560)  # 16 KiB a token
-SMALL = Shape(heads=4, kv_heads=4, head_dim=64)  # 8 KiB a token
+BIG = Shape(layers=8, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=2560)  # 16 KiB a token
+SMALL = Shape(layers=8, heads=4, kv_heads=4, head_dim=64)  # 8 KiB a token
 BIG_SLOT, SMALL_SLOT = 2 * MIB, MIB
 NUM_BIG_SLOTS, NUM_SMALL_SLOTS = 32, 64
 
@@ -30,7 +30,7 @@ NUM_BIG_SLOTS, NUM_SMALL_SLOTS = 32, 64
 @pytest.fixture(scope="module")
 def big_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model like M-rand with more than 64 MiB of weights."""
-    return write_m_rand(tmp_path_factory.mktemp("models") / "big", shape=BIG)
+    return write_m_rand(tmp_path_factory.mktemp("models") / "big", dtype="BF16", shape=BIG)
 
 
 @pytest.fixture(scope="module")

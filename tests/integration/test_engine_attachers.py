@@ -44,7 +44,7 @@ def daemon(module_daemon: Daemon) -> Daemon:
 @pytest.fixture(scope="module")
 def staying(daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
     """Engine B, which stays."""
-    with Engine(m_rand_dir, daemon.socket) as running:
+    with Engine(m_rand_dir, daemon.socket, step_s=0.0) as running:
         yield running
 
 
@@ -136,10 +136,11 @@ def test_g1_engines_come_and_go_and_the_others_stream_on(
     with Engine(m_rand_dir, daemon.socket) as coming:
         answer = coming.generate(theirs, max_tokens=4)
         for leave in (coming.stop, coming.kill_all):
-            stream = staying.stream(prompt, max_tokens=1000)
-            stream.wait_for_tokens(1)
-            leave()
-            assert stream.done is None, "make it longer: B was done before A had left"
+            with staying.slowed(0.05):
+                stream = staying.stream(prompt, max_tokens=1000)
+                stream.wait_for_tokens(1)
+                leave()
+                stream.check_running()
             assert stream.result().ids == whole
             assert daemon.status().epoch == epoch
             coming.start()

@@ -28,7 +28,8 @@ def daemon(module_daemon: Daemon) -> Daemon:
 @pytest.fixture(scope="module")
 def engine(daemon: Daemon, m_rand_dir: Path) -> Iterator[Engine]:
     """An engine with large blocks on that daemon."""
-    with Engine(m_rand_dir, daemon.socket, extra=["--block-size", str(BLOCK)]) as running:
+    flags = ["--block-size", str(BLOCK)]
+    with Engine(m_rand_dir, daemon.socket, extra=flags, step_s=0.0) as running:
         yield running
 
 
@@ -53,10 +54,11 @@ def test_a_hit_takes_no_private_block_but_the_copy_of_its_tail(
     prompt = make_prompt(length, 400 + length)
     engine.generate(prompt, max_tokens=0)
     before = engine.wait_idle()
-    stream = engine.stream(prompt, max_tokens=150)
-    stream.wait_for_tokens(3)
-    now = engine.worker()
-    assert stream.done is None, "it was over before it was looked at"
+    with engine.slowed(0.1):
+        stream = engine.stream(prompt, max_tokens=150)
+        stream.wait_for_tokens(3)
+        now = engine.worker()
+        stream.check_running()
     assert now.num_private_blocks - now.num_private_blocks_free == 1
     assert now.num_shared_blocks_in_use == 2
     assert now.num_tail_copies - before.num_tail_copies == num_copies
@@ -70,10 +72,11 @@ def test_a_hit_takes_no_private_block_but_the_copy_of_its_tail(
 
 def test_a_fresh_prompt_hands_its_blocks_over_as_they_fill(engine: Engine) -> None:
     """Published blocks take the places of private ones, which are free again at once."""
-    stream = engine.stream(make_prompt(1000, 501), max_tokens=20)
-    stream.wait_for_tokens(3)
-    now = engine.worker()
-    assert stream.done is None, "it was over before it was looked at"
+    with engine.slowed(0.5):
+        stream = engine.stream(make_prompt(1000, 501), max_tokens=20)
+        stream.wait_for_tokens(3)
+        now = engine.worker()
+        stream.check_running()
     # Three full blocks are the daemon's by now; the short one is ours, and its copy on its way.
     assert now.num_shared_blocks_in_use == 3
     assert now.num_private_blocks - now.num_private_blocks_free == 1

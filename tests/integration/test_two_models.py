@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -128,17 +129,18 @@ def test_two_slot_sizes_work_side_by_side_under_pressure(short_dir: Path) -> Non
     kinds = [Kind(block_bytes=MIB), Kind(kv_dtype="bf16", block_bytes=3 * MIB)]
     failures: list[BaseException] = []
 
-    def run(kind: Kind) -> None:
+    def run(worker: StampedWorker) -> None:
         try:
-            with connect(daemon.socket, kind) as worker:
-                for number in range(120):
-                    start = 1000 * (number % 40)
-                    worker.request(range(start, start + 3 * kind.block_size))
+            for number in range(120):
+                start = 1000 * (number % 40)
+                worker.request(range(start, start + 3 * worker.kind.block_size))
         except BaseException as exc:
             failures.append(exc)
 
-    with large_daemon(short_dir) as daemon:
-        threads = [threading.Thread(target=run, args=(kind,)) for kind in kinds]
+    with large_daemon(short_dir) as daemon, ExitStack() as stack:
+        # Room is kept for the size of a worker that is connected: both are until all is checked.
+        workers = [stack.enter_context(connect(daemon.socket, kind)) for kind in kinds]
+        threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
         for thread in threads:
             thread.start()
         for thread in threads:
