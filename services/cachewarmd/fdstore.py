@@ -13,6 +13,7 @@ from cachewarmd.log import get_logger
 from cachewarmd.notify import Notifier
 
 RECORDS, POOL, CATALOG = "cachewarm-records", "cachewarm-pool", "cachewarm-catalog"
+WEIGHTS = "cachewarm-weights-"  # and what names the segment
 LISTENER = "cachewarm-listener"  # the control socket, where no socket unit owns it
 _DEFAULT_ROOM = 64  # FileDescriptorStoreMax= of our unit
 
@@ -61,10 +62,19 @@ class FdStore:
             self._notifier.remove_fd(name)
             self._stored.discard(name)
 
+    def forget_unknown(self) -> list[str]:
+        """What another version stored is of no use to us: as `forget_rest`."""
+        known = {RECORDS, POOL, CATALOG, LISTENER}
+        return self._forget(
+            [n for n in self._passed if n not in known and not n.startswith(WEIGHTS)]
+        )
+
     def forget_rest(self) -> list[str]:
         """Nobody took these: they are closed and not stored any more. Returns their names."""
-        rest = list(self._passed)
-        for name in rest:
+        return self._forget(list(self._passed))
+
+    def _forget(self, names: list[str]) -> list[str]:
+        for name in names:
             os.close(self._passed.pop(name))
             self.forget(name)
-        return rest
+        return names

@@ -12,20 +12,18 @@ import os
 from typing import Any
 
 from cachewarmd import segment
-from cachewarmd.fdstore import FdStore
+from cachewarmd.fdstore import WEIGHTS, FdStore
 from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.weight_store import Model, WeightStore
 from cachewarmd.weights import Segment, layout_id
-
-_PREFIX = "cachewarm-weights-"
 
 _log = get_logger()
 
 
 def segment_name(segment: Segment) -> str:
     """What it is stored under."""
-    return f"{_PREFIX}{segment.weights_sha256.hex()[:32]}-{segment.layout_id[:32]}"
+    return f"{WEIGHTS}{segment.weights_sha256.hex()[:32]}-{segment.layout_id[:32]}"
 
 
 def store_new(store: WeightStore, kept: FdStore) -> None:
@@ -39,7 +37,7 @@ def forget_old(store: WeightStore, kept: FdStore) -> None:
     """Segments that were dropped are not stored; once the catalog names them no more."""
     loaded = {segment_name(segment) for segment in store.segments}
     for name in kept.names - loaded:
-        if name.startswith(_PREFIX):
+        if name.startswith(WEIGHTS):
             kept.forget(name)
 
 

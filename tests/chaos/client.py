@@ -41,7 +41,7 @@ MAX_LIVE = 6
 MAX_DEPTH = 8
 NUM_BRANCHES = 5  # at each depth: chains share their beginnings, and the pool is too small for all
 STAMP = b"chaos".ljust(32, b"!")
-COUNTERS = ("reads", "wrong", "stale", "lost", "published", "reattached", "hits", "sealed")
+COUNTERS = ("reads", "wrong", "stale", "lost", "published", "reattached", "hits")
 
 
 class Stats:

@@ -145,11 +145,10 @@ def test_a_killed_daemon_changes_no_token_and_its_successor_is_found(
     wait_connected(engine)  # back-off ends at two seconds
     assert engine.worker().daemon_epoch == epoch + 1
     first = engine.generate(prompt, max_tokens=100)
-    # The first blocks of all may come before the new pool has room for any.
+    assert (first.ids, first.done.cached_tokens) == (whole, 0)
+    # On a busy machine a lookup that is late makes a request private: nothing of it is published.
     wait_until(lambda: engine.generate(prompt, max_tokens=1).done.cached_tokens == 199, "a hit")
-    second = engine.generate(prompt, max_tokens=100)
-    assert (first.done.cached_tokens, second.done.cached_tokens) == (0, 199)
-    assert first.ids == second.ids == whole
+    assert engine.generate(prompt, max_tokens=100).ids == whole
 
 
 @pytest.fixture(scope="module")
