@@ -47,7 +47,7 @@ async def _serve(
     stored = {name: fd for name, fd in passed.items() if name != _SOCKET_FD_NAME}
     kept = fdstore.FdStore(notifier, stored)
     for name in kept.forget_unknown():
-        structlog.get_logger().warning("unknown_descriptor_closed", name=name)
+        log.get_logger().warning("unknown_descriptor_closed", name=name)
     own = kept.take(fdstore.LISTENER)
     with listener.listen(settings.socket, activated, own) as listening:
         server = Server(settings, _bump_epoch(listening.lock_fd), kept)
