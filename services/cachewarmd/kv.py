@@ -77,6 +77,7 @@ class BlockStore:
         self._order = EvictionOrder()
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
         self._tick = 0
+        self._coldest = 0  # tick of what a snapshot brought last
         self._lease_ids = itertools.count(1)
         self.counters: Counter[str] = Counter()
 
@@ -378,14 +379,13 @@ class BlockStore:
         stamp: StampInfo,
         source: Source,
         xxh3: bytes,
-        rank: int,
         *,
         is_root: bool,
     ) -> str:
         """Seal a block of a snapshot if its content has this digest; "" or why not.
 
-        Takes free slots only: nothing is evicted for it. `rank` is the block's place in the
-        snapshot: the later, the sooner it is evicted, and all before what was ever used here.
+        Takes free slots only: nothing is evicted for it. The later it comes, the sooner it is
+        evicted, and before all that was ever used here.
         """
         parent = None if is_root else self._index.get(new.parent_key)
         if not is_root and (parent is None or parent.is_short or parent.stamp is not stamp):
@@ -401,8 +401,11 @@ class BlockStore:
         if not self._pool.holds(slot, num_bytes, xxh3):
             self._pool.give_back(slot)
             return CHECKSUM
-        self._seal(slot, new, parent, stamp).last_used = -rank
-        self._order.offer(self._index[new.key])
+        # Unlike every other: the order tells stale entries apart by ticks.
+        self._coldest -= 1
+        block = self._seal(slot, new, parent, stamp)
+        block.last_used = self._coldest
+        self._order.offer(block)
         return ""
 
     def _free_slot(self, slot_bytes: int) -> int | None:

@@ -267,13 +267,13 @@ async def load(
     stamps = _Stamps(store, contents.stamps, remember)
     total, done = sum(block.num_bytes for block in contents.blocks), 0
     with _staging() as (staging, memory):
-        for rank, saved in enumerate(contents.blocks):
+        for saved in contents.blocks:
             done += saved.num_bytes
             reason = _reason_not_to_read(store, saved)
             if not reason:
                 reason = await in_thread(_stage, fd, saved, memory)
             if not reason:
-                reason = _admit(store, saved, stamps, staging, rank)
+                reason = _admit(store, saved, stamps, staging)
             if reason == "known":
                 outcome.num_known += 1
             elif reason:
@@ -317,7 +317,7 @@ def _stage(fd: int, saved: SavedBlock, memory: npt.NDArray[np.uint8]) -> str:
     return ""
 
 
-def _admit(store: BlockStore, saved: SavedBlock, stamps: _Stamps, staging: int, rank: int) -> str:
+def _admit(store: BlockStore, saved: SavedBlock, stamps: _Stamps, staging: int) -> str:
     if store.is_known(saved.key):  # published while it was read
         return "known"
     info = stamps.info(saved.stamp)
@@ -325,7 +325,7 @@ def _admit(store: BlockStore, saved: SavedBlock, stamps: _Stamps, staging: int, 
         return "stamp"
     new = NewBlock(saved.parent_key, saved.key, saved.num_tokens, 0)
     source = Source(staging, EXTENT_BYTES, lambda: True)
-    return store.admit(new, info, source, saved.xxh3, rank, is_root=saved.is_root)
+    return store.admit(new, info, source, saved.xxh3, is_root=saved.is_root)
 
 
 class _Stamps:
