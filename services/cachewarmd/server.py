@@ -132,7 +132,7 @@ class Server:
         config = self._state.config
         if not config.snapshot_on_stop or config.snapshot_path is None:
             return
-        last_told = 0.0
+        last_told = -_EXTEND_S
 
         def progress(_done: int, _total: int) -> None:
             nonlocal last_told

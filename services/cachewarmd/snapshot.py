@@ -34,6 +34,8 @@ from cachewarmd.pool import Pool
 from cachewarmd.snapshot_format import Contents, Header, SavedBlock, SavedStamp
 
 _MAX_NAME_BYTES = 200
+# So that progress is what is on disk, and the last fsync is short.
+_SYNC_BYTES = 64 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 P = ParamSpec("P")
@@ -162,7 +164,7 @@ def _write(
     outcome = Outcome()
     rows: list[bytes] = []
     written: set[Block] = set()
-    end = header.content_offset
+    end = synced = header.content_offset
     # The table's room first, so that it can be written at the end.
     os.posix_fallocate(fd, 0, max(end, 1))
     for block in ordered:
@@ -180,6 +182,9 @@ def _write(
         rows.append(row.pack())
         written.add(block)
         end += size
+        if end - synced >= _SYNC_BYTES:
+            os.fdatasync(fd)
+            synced = end
         outcome.num_blocks += 1
         outcome.num_bytes += size
         progress(outcome.num_bytes, total)

@@ -103,7 +103,12 @@ class Snapshots:
         )
 
     async def save_to(self, path: Path, progress: Progress) -> None:
-        """As configured, at a clean stop; what goes wrong is logged and no more."""
+        """As configured, at a clean stop; what goes wrong is logged and no more.
+
+        An empty pool replaces nothing.
+        """
+        if not self._store.blocks:
+            return
         with contextlib.suppress(CachewarmError, OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -158,12 +158,18 @@ def test_by_config_a_clean_stop_and_the_next_boot_keep_the_pool_warm(host: Host)
         assert found(second, HOT) == HOT
     with host.daemon() as third:
         assert found(third, HOT) == []
+    # A pool that has nothing is no reason to lose what was there.
+    with host.daemon("--snapshot-on-stop"):
+        pass
+    with host.daemon("--snapshot-at-boot") as last:
+        wait_until(lambda: last.status().counters["snapshot_restored"] == 4, "it is restored")
 
 
 def test_a_restart_under_the_holder_needs_no_snapshot(host: Host) -> None:
     """The pool is there: nothing of the file is read again."""
     with host.daemon("--holder", "--snapshot-at-boot") as daemon:
         seal(daemon, HOT)
+        (host.folder / "state").mkdir(mode=0o700)
         save(daemon, host.folder / "state" / "blocks.snapshot")
         daemon.kill_under_holder()
         wait_until(lambda: "snapshot_restored" in daemon.log(), "it has looked")
@@ -204,7 +210,6 @@ def test_a_file_that_was_cut_short_has_lost_its_coldest_chain(daemon: Daemon, ho
     with pytest.raises(InvalidRequestError, match="not a snapshot of ours"):
         load(daemon, host.file)
     assert daemon.status().counters["snapshot_load_failed"] == 1
-    assert ctl(daemon, "snapshot", "list", str(host.file.parent))[0] == 0
 
 
 def test_list_shows_what_is_there_and_what_is_not_whole(daemon: Daemon, host: Host) -> None:
