@@ -36,6 +36,7 @@ from cachewarmd.snapshot_format import Contents, Header, SavedBlock, SavedStamp
 _MAX_NAME_BYTES = 200
 # So that progress is what is on disk, and the last fsync is short.
 _SYNC_BYTES = 64 << 20
+_BATCH_BYTES, _BATCH_BLOCKS = 1 << 20, 32
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 P = ParamSpec("P")
@@ -261,7 +262,7 @@ async def load(
 ) -> Outcome:
     """Restore a file's blocks in their order, as far as slots are free.
 
-    A thread reads, the loop takes over one block at a time. `remember` is called for new stamps,
+    A thread reads, the loop takes over a few blocks at a time. `remember` is called for new stamps,
     before any record names them. Raises as `open_contents`, and OSError.
     """
     hit("snapshot.load")
@@ -272,34 +273,41 @@ async def load(
     stamps = _Stamps(store, contents.stamps, remember)
     total, done = sum(block.num_bytes for block in contents.blocks), 0
     with _staging() as (staging, memory):
-        for saved in contents.blocks:
-            done += saved.num_bytes
-            reason = _reason_not_to_read(store, saved)
-            if not reason:
-                reason = await in_thread(_stage, fd, saved, memory)
-            if not reason:
-                reason = _admit(store, saved, stamps, staging)
-            if reason == "known":
-                outcome.num_known += 1
-            elif reason:
-                outcome.refused[reason.lower()] += 1
-            else:
-                hit("snapshot.block")
-                outcome.num_blocks += 1
-                outcome.num_bytes += saved.num_bytes
+        for batch in _batches(contents.blocks):
+            unknown = [saved for saved in batch if not store.is_known(saved.key)]
+            places = await in_thread(_stage, fd, unknown, memory) if unknown else {}
+            for saved in batch:
+                reason = _admit(store, saved, stamps, staging, places.get(saved.key, "gone"))
+                if reason == "known":
+                    outcome.num_known += 1
+                elif reason:
+                    outcome.refused[reason.lower()] += 1
+                else:
+                    hit("snapshot.block")
+                    outcome.num_blocks += 1
+                    outcome.num_bytes += saved.num_bytes
+                done += saved.num_bytes
             progress(done, total)
     return outcome
 
 
-def _reason_not_to_read(store: BlockStore, saved: SavedBlock) -> str:
-    if store.is_known(saved.key):
-        return "known"
-    return "" if saved.is_root or store.is_known(saved.parent_key) else "no_parent"
+def _batches(blocks: Sequence[SavedBlock]) -> Iterator[list[SavedBlock]]:
+    """What the loop takes over at once: some milliseconds of work, or a single larger block."""
+    batch: list[SavedBlock] = []
+    room = _BATCH_BYTES
+    for saved in blocks:
+        if batch and (saved.num_bytes > room or len(batch) == _BATCH_BLOCKS):
+            yield batch
+            batch, room = [], _BATCH_BYTES
+        batch.append(saved)
+        room -= saved.num_bytes
+    if batch:
+        yield batch
 
 
 @contextlib.contextmanager
 def _staging() -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """A memfd for one block, and its memory; pages come as they are used."""
+    """A memfd for a batch, and its memory; pages come as they are used."""
     fd = segment.create_memfd("cachewarm-staging", EXTENT_BYTES)
     try:
         yield fd, segment.map_memory(fd, EXTENT_BYTES, writable=True)
@@ -307,13 +315,24 @@ def _staging() -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
         os.close(fd)
 
 
-def _stage(fd: int, saved: SavedBlock, memory: npt.NDArray[np.uint8]) -> str:
-    """Read a block's content from the file; "" or why it is not there."""
-    target = memory[: saved.num_bytes].data
+def _stage(
+    fd: int, batch: Sequence[SavedBlock], memory: npt.NDArray[np.uint8]
+) -> dict[bytes, int | str]:
+    """Read blocks' content from the file; by key where it is in `memory`, or why it is not."""
+    places: dict[bytes, int | str] = {}
+    end = 0
+    for saved in batch:
+        reason = _read(fd, saved, memory[end : end + saved.num_bytes])
+        places[saved.key] = reason or end
+        end += saved.num_bytes
+    return places
+
+
+def _read(fd: int, saved: SavedBlock, memory: npt.NDArray[np.uint8]) -> str:
     done = 0
     try:
         while done < saved.num_bytes:
-            got = os.preadv(fd, [target[done:]], saved.offset + done)
+            got = os.preadv(fd, [memory.data[done:]], saved.offset + done)
             if not got:
                 return "truncated"
             done += got
@@ -322,13 +341,18 @@ def _stage(fd: int, saved: SavedBlock, memory: npt.NDArray[np.uint8]) -> str:
     return ""
 
 
-def _admit(store: BlockStore, saved: SavedBlock, stamps: _Stamps, staging: int) -> str:
-    if store.is_known(saved.key):  # published while it was read
+def _admit(
+    store: BlockStore, saved: SavedBlock, stamps: _Stamps, staging: int, place: int | str
+) -> str:
+    """`place` is where in `staging` the content is, or why it is not."""
+    if store.is_known(saved.key):
         return "known"
+    if isinstance(place, str):
+        return place
     info = stamps.info(saved.stamp)
     if info is None:
         return "stamp"
-    new = NewBlock(saved.parent_key, saved.key, saved.num_tokens, 0)
+    new = NewBlock(saved.parent_key, saved.key, saved.num_tokens, place)
     source = Source(staging, EXTENT_BYTES, lambda: True)
     return store.admit(new, info, source, saved.xxh3, is_root=saved.is_root)
 
