@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
@@ -36,7 +36,7 @@ from cachewarmd.snapshot_format import Contents, Header, SavedBlock, SavedStamp
 _MAX_NAME_BYTES = 200
 # So that progress is what is on disk, and the last fsync is short.
 _SYNC_BYTES = 64 << 20
-_BATCH_BYTES, _BATCH_BLOCKS = 1 << 20, 32
+_BATCH_BYTES, _BATCH_BLOCKS = 1 << 20, 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 P = ParamSpec("P")
@@ -271,7 +271,7 @@ async def load(
     contents = await in_thread(open_contents, fd, max_blocks, mark)
     outcome = Outcome(refused=contents.refused)
     stamps = _Stamps(store, contents.stamps, remember)
-    total, done = sum(block.num_bytes for block in contents.blocks), 0
+    done = 0
     with _staging() as (staging, memory):
         for batch in _batches(contents.blocks):
             unknown = [saved for saved in batch if not store.is_known(saved.key)]
@@ -287,15 +287,19 @@ async def load(
                     outcome.num_blocks += 1
                     outcome.num_bytes += saved.num_bytes
                 done += saved.num_bytes
-            progress(done, total)
+            progress(done, contents.num_bytes)
     return outcome
 
 
-def _batches(blocks: Sequence[SavedBlock]) -> Iterator[list[SavedBlock]]:
-    """What the loop takes over at once: some milliseconds of work, or a single larger block."""
+def _batches(blocks: deque[SavedBlock]) -> Iterator[list[SavedBlock]]:
+    """What the loop takes over at once: some milliseconds of work, or a single larger block.
+
+    Empties `blocks` on the way: freeing many at once would take as long.
+    """
     batch: list[SavedBlock] = []
     room = _BATCH_BYTES
-    for saved in blocks:
+    while blocks:
+        saved = blocks.popleft()
         if batch and (saved.num_bytes > room or len(batch) == _BATCH_BLOCKS):
             yield batch
             batch, room = [], _BATCH_BYTES

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -71,7 +71,7 @@ class SavedStamp:
         return _checked(STAMP.pack(self.stamp, self.weights_sha256, *numbers, text, 0))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SavedBlock:
     """A row of the table; `stamp` is the number of a stamp's row."""
 
@@ -141,7 +141,8 @@ class Contents:
 
     header: Header
     stamps: list[SavedStamp | None] = field(default_factory=list)
-    blocks: list[SavedBlock] = field(default_factory=list)
+    blocks: deque[SavedBlock] = field(default_factory=deque)
+    num_bytes: int = 0  # of these blocks
     refused: Counter[str] = field(default_factory=Counter)
 
 
@@ -192,6 +193,7 @@ def parse(read: Read, size: int, max_blocks: int) -> Contents:
                 found.refused[block] += 1
             else:
                 found.blocks.append(block)
+                found.num_bytes += block.num_bytes
         if len(raw) < count * BLOCK.size:
             found.refused["truncated"] += wanted - first - count
             break
