@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 
-from cachewarmd import __version__, layout, protocol, segment
+from cachewarmd import __version__, layout, protocol, scrub, segment
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import (
     InvalidRequestError,
@@ -24,6 +24,7 @@ from cachewarmd.failpoints import hit
 from cachewarmd.kv import NewBlock, Source
 from cachewarmd.layout import MAX_LEASES_PER_CLIENT
 from cachewarmd.log import get_logger
+from cachewarmd.snapshot import Outcome
 from cachewarmd.state import Client, State
 from cachewarmd.status import status_now
 from cachewarmd.v1 import control_pb2 as pb
@@ -32,6 +33,7 @@ from cachewarmd.warmup import Provider
 _log = get_logger()
 
 MAX_KEYS = 65_536
+_TELL_EVERY_S, _VERIFY_PAUSE_S = 0.1, 0.001
 MAX_TEXT = 1024  # characters of names and descriptions that clients give
 
 # -- data plane -------------------------------------------------------------------------------
@@ -305,6 +307,84 @@ def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) ->
     client.reply(envelope.id, evict_reply=reply)
 
 
+def _snapshot_save(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+    name = envelope.snapshot_save.name
+    client.run(envelope.id, "snapshot_save", _save(state, client, envelope.id, name, fds))
+    return True
+
+
+async def _save(state: State, client: Client, request_id: int, name: str, fds: list[int]) -> None:
+    try:
+        outcome = await state.snapshots.save(fds[0], name, _teller(client, request_id, thread=True))
+    finally:
+        protocol.close_all(fds)
+    _tell_outcome(client, request_id, outcome)
+
+
+def _snapshot_load(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+    client.run(envelope.id, "snapshot_load", _load(state, client, envelope.id, fds))
+    return True
+
+
+async def _load(state: State, client: Client, request_id: int, fds: list[int]) -> None:
+    try:
+        outcome = await state.snapshots.load(fds[0], _teller(client, request_id))
+    finally:
+        protocol.close_all(fds)
+    _tell_outcome(client, request_id, outcome)
+
+
+def _tell_outcome(client: Client, request_id: int, outcome: Outcome) -> None:
+    reply = pb.SnapshotReply(
+        num_blocks=outcome.num_blocks,
+        num_bytes=outcome.num_bytes,
+        num_known=outcome.num_known,
+        refused=+outcome.refused,
+    )
+    client.reply(request_id, snapshot_reply=reply)
+
+
+def _verify(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    client.run(envelope.id, "verify", _verify_all(state, client, envelope.id))
+
+
+async def _verify_all(state: State, client: Client, request_id: int) -> None:
+    done = scrub.Pass()
+    total = sum(block.stamp.block_bytes for block in state.kv.blocks)
+    tell = _teller(client, request_id)
+
+    def pause(_num_bytes: int) -> float:
+        tell(done.num_bytes, total)
+        return _VERIFY_PAUSE_S
+
+    await scrub.verify(state.kv, pause, done)
+    reply = pb.VerifyReply(
+        num_blocks=done.num_blocks, num_bytes=done.num_bytes, num_failures=done.num_failures
+    )
+    client.reply(request_id, verify_reply=reply)
+
+
+def _teller(client: Client, request_id: int, *, thread: bool = False) -> Callable[[int, int], None]:
+    """Tells progress, now and then; with `thread` it is called by one, else on the loop."""
+    loop = asyncio.get_running_loop()
+    last_told = 0.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last_told
+        now = time.monotonic()
+        if now - last_told < _TELL_EVERY_S:
+            return
+        last_told = now
+        progress = pb.WorkProgress(done_bytes=done, total_bytes=total)
+        envelope = pb.Envelope(id=request_id, more=True, work_progress=progress)
+        if thread:
+            loop.call_soon_threadsafe(client.connection.send, envelope)
+        else:
+            client.connection.send(envelope)
+
+    return tell
+
+
 def _shutdown(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
     engines = [c for c in state.clients if c.role == pb.ROLE_ENGINE]
     if envelope.shutdown.only_if_unused and engines:
@@ -353,6 +433,9 @@ HANDLERS: dict[str, Handler] = {
     "cancel_job": _cancel_job,
     "is_warm": _is_warm,
     "evict": _evict,
+    "snapshot_save": _snapshot_save,
+    "snapshot_load": _snapshot_load,
+    "verify": _verify,
     "shutdown": _shutdown,
     "status": _status,
 }

@@ -46,6 +46,48 @@ OPTIONS = (
         "where the cgroup2 tree is mounted; its memory limits bound the budget",
         "DIR",
     ),
+    Option(
+        "state-dir",
+        options.path,
+        None,
+        "where the salt of block keys is kept once a snapshot is taken (default: $STATE_DIRECTORY, "
+        "else $XDG_STATE_HOME/cachewarm, else ~/.local/state/cachewarm)",
+        "DIR",
+    ),
+    Option(
+        "snapshot-path",
+        options.path,
+        None,
+        "what snapshot-on-stop writes and snapshot-at-boot reads (default: blocks.snapshot in "
+        "state-dir)",
+        "PATH",
+    ),
+    Option(
+        "snapshot-on-stop",
+        options.flag,
+        False,
+        "write a snapshot of the hot KV blocks at a clean stop: data made from prompts, on disk",
+    ),
+    Option(
+        "snapshot-at-boot",
+        options.flag,
+        False,
+        "restore the snapshot's blocks into free memory after a start",
+    ),
+    Option(
+        "snapshot-max-bytes",
+        options.size,
+        4 << 30,
+        "at most so much content in a snapshot, the most recently used chains first",
+        "SIZE",
+    ),
+    Option(
+        "scrub-bytes-per-second",
+        options.size,
+        16 << 20,
+        "hash sealed blocks again in the background at this rate (0 = never)",
+        "SIZE",
+    ),
     Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
 )
 
@@ -58,6 +100,12 @@ class Config:
     pool_bytes: int | None
     exit_when_unused: float | None
     cgroup_root: Path
+    state_dir: Path | None  # None: no home, no place
+    snapshot_path: Path | None
+    snapshot_on_stop: bool
+    snapshot_at_boot: bool
+    snapshot_max_bytes: int
+    scrub_bytes_per_second: int
     log_level: str
 
 
@@ -74,7 +122,22 @@ def make(found: Mapping[str, Setting], environ: Mapping[str, str]) -> Config:
     """The settings of a daemon. Raises options.OptionError naming what does not go together."""
     values = {name: setting.value for name, setting in found.items()}
     values["socket"] = values["socket"] or options.default_socket(environ)
+    values["state_dir"] = values["state_dir"] or _default_state_dir(environ)
+    if values["snapshot_path"] is None and values["state_dir"] is not None:
+        values["snapshot_path"] = values["state_dir"] / "blocks.snapshot"
+    for name in ("snapshot-on-stop", "snapshot-at-boot"):
+        if values[name.replace("-", "_")] and values["state_dir"] is None:
+            raise OptionError(f"{name} true is not allowed: without a state-dir")
     return Config(**values)
+
+
+def _default_state_dir(environ: Mapping[str, str]) -> Path | None:
+    if environ.get("STATE_DIRECTORY"):
+        return Path(environ["STATE_DIRECTORY"].partition(":")[0])
+    if environ.get("XDG_STATE_HOME"):
+        return Path(environ["XDG_STATE_HOME"]) / "cachewarm"
+    home = environ.get("HOME")
+    return Path(home) / ".local/state/cachewarm" if home else None
 
 
 def faults(config: Config) -> list[str]:

@@ -25,7 +25,7 @@ from cachewarmd.lease import Lease, LeaseRows
 from cachewarmd.pool import Extent, Pool
 
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
-SHORT_READ, PEER_GONE = "SHORT_READ", "PEER_GONE"
+SHORT_READ, PEER_GONE, CHECKSUM = "SHORT_READ", "PEER_GONE", "CHECKSUM"
 MAX_STAMPS = 4096
 # What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
 VERIFY_BYTES = 8 << 20
@@ -67,6 +67,7 @@ class BlockStore:
         self._order = EvictionOrder()
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
         self._tick = 0
+        self._coldest = 0  # tick of what a snapshot brought last
         self._lease_ids = itertools.count(1)
         self.counters: Counter[str] = Counter()
 
@@ -324,6 +325,10 @@ class BlockStore:
         if not copied or not source.is_open():
             self._pool.give_back(slot)
             return PEER_GONE if copied else SHORT_READ
+        self.counters["published"] += 1
+        return self._seal(slot, new, parent, stamp)
+
+    def _seal(self, slot: int, new: NewBlock, parent: Block | None, stamp: StampInfo) -> Block:
         generation = self._pool.seal(
             slot,
             new.key,
@@ -336,7 +341,6 @@ class BlockStore:
         offset = self._pool.offset_of(slot)
         block = Block(new.key, parent, stamp, slot, generation, offset, new.num_tokens)
         self._enter(block)
-        self.counters["published"] += 1
         return block
 
     def _enter(self, block: Block) -> None:
@@ -348,6 +352,61 @@ class BlockStore:
     def _refuse(self, reason: str) -> str:
         self.counters[f"refused_{reason.lower()}"] += 1
         return reason
+
+    # -- snapshots ------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All that are sealed now, in no order."""
+        return list(self._index.values())
+
+    def is_known(self, key: bytes) -> bool:
+        return key in self._index
+
+    def admit(
+        self,
+        new: NewBlock,
+        stamp: StampInfo,
+        source: Source,
+        xxh3: bytes,
+        *,
+        is_root: bool,
+    ) -> str:
+        """Seal a block of a snapshot if its content has this digest; "" or why not.
+
+        Takes free slots only: nothing is evicted for it. The later it comes, the sooner it is
+        evicted, and before all that was ever used here.
+        """
+        parent = None if is_root else self._index.get(new.parent_key)
+        if not is_root and (parent is None or parent.is_short or parent.stamp is not stamp):
+            return NO_PARENT
+        slot = self._free_slot(stamp.slot_bytes)
+        if slot is None:
+            return NO_SPACE
+        num_bytes = stamp.block_bytes
+        if not self._pool.fill(slot, source.fd, new.private_offset, num_bytes):
+            self._pool.give_back(slot)
+            return SHORT_READ
+        # Of the pool's own copy: whatever happened on the way here is seen.
+        if not self._pool.holds(slot, num_bytes, xxh3):
+            self._pool.give_back(slot)
+            return CHECKSUM
+        # Unlike every other: the order tells stale entries apart by ticks.
+        self._coldest -= 1
+        block = self._seal(slot, new, parent, stamp)
+        block.last_used = self._coldest
+        self._order.offer(block)
+        return ""
+
+    def _free_slot(self, slot_bytes: int) -> int | None:
+        slot = self._pool.take_slot(slot_bytes)
+        if (
+            slot is None
+            and self._choice.may_open(slot_bytes)
+            and self._pool.open_extent(slot_bytes)
+        ):
+            slot = self._pool.take_slot(slot_bytes)
+        return slot
 
     # -- room -----------------------------------------------------------------------------------
 
@@ -449,6 +508,11 @@ class BlockStore:
                 num_bytes -= block.stamp.block_bytes
                 self._verify(block)
         return bool(self._unverified)
+
+    def scrub(self, block: Block) -> bool:
+        """Hash a sealed block now, whoever looked before; if it is not what was sealed, it goes."""
+        block.is_verified = False
+        return self._verify(block)
 
     def _verify(self, block: Block) -> bool:
         """Is the content what was sealed? Asked once; if not, the block is gone afterwards."""

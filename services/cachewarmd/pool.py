@@ -288,8 +288,11 @@ class Pool:
     def is_content_intact(self, slot: int) -> bool:
         """Does the slot still hold what was sealed?"""
         record = self.records[slot]
-        start, size = int(record["offset"]), int(record["num_bytes"])
-        return bytes(record["xxh3"]) == self._digest(start, size)
+        return self.holds(slot, int(record["num_bytes"]), bytes(record["xxh3"]))
+
+    def holds(self, slot: int, num_bytes: int, xxh3: bytes) -> bool:
+        """Is that the digest of the slot's first `num_bytes`?"""
+        return self._digest(self.offset_of(slot), num_bytes) == xxh3
 
     def _digest(self, start: int, size: int) -> bytes:
         return xxhash.xxh3_128_digest(self.memory[start : start + size].data)

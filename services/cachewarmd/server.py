@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cachewarmd import layout, notify, protocol, recovery
+from cachewarmd import layout, notify, protocol, recovery, scrub
 from cachewarmd.calls import HANDLERS, Handler
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
@@ -39,14 +39,20 @@ QUARANTINE_S = 60.0
 IDLE_CHECK_S = 5.0
 _HELLO_TIMEOUT_S = 10.0
 _ACCEPT_PAUSE_S = 0.1
-_VERIFY_SLICE_BYTES, _VERIFY_PAUSE_S = 4 << 20, 0.001
+_VERIFY_PAUSE_S = 0.001
+_EXTEND_S = 20.0  # asked of the service manager again and again while a snapshot is written
 
 _ENGINE_VERBS = {
     "attach_weights", "register", "peek", "lookup", "publish", "release", "reattach", "provide",
     "warm_item_update",
 }  # fmt: skip
-_ADMIN_VERBS = {"warmup", "cancel_job", "evict", "shutdown"}
-_FD_VERBS = {"hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 1), "is_warm": (0, 1)}
+_ADMIN_VERBS = {
+    "warmup", "cancel_job", "evict", "shutdown", "snapshot_save", "snapshot_load", "verify",
+}  # fmt: skip
+_FD_VERBS = {
+    "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 1), "is_warm": (0, 1),
+    "snapshot_save": (1, 1), "snapshot_load": (1, 1),
+}  # fmt: skip
 
 
 class Server:
@@ -68,19 +74,20 @@ class Server:
         loop = asyncio.get_running_loop()
         listener, self._engine_gid = listening.sock, listening.engine_gid
         loop.add_reader(listener.fileno(), self._accept, listener)
-        self._spawn(self._commit_pool())
+        self._spawn(self._fill_pool())
         self._spawn(self._check_when_idle())
         if self._state.config.exit_when_unused is not None:
             self._spawn(self._exit_when_unused(self._state.config.exit_when_unused))
         self._spawn(notify.keep_telling(notifier, self.status_line))
         self._spawn(self._state.quarantine.watch(QUARANTINE_S))
-        self._spawn(self._verify_pool())
+        self._spawn(self._look_at_content())
         recovery.serving(self._state.pool)
         ready()
         self._state.packers.prepare()
         try:
             await self._state.stop.wait()
             notifier.stopping()
+            await self._save_at_stop(notifier)
         finally:
             loop.remove_reader(listener.fileno())
             tasks = list(self._background)
@@ -113,6 +120,28 @@ class Server:
         task.add_done_callback(self._background.discard)
         return task
 
+    async def _fill_pool(self) -> None:
+        """Memory first, then what a snapshot has for it."""
+        await self._commit_pool()
+        config = self._state.config
+        if config.snapshot_at_boot and config.snapshot_path is not None:
+            await self._state.snapshots.load_from(config.snapshot_path)
+
+    async def _save_at_stop(self, notifier: notify.Notifier) -> None:
+        """Everything still runs: the watchdog is fed, and what is published now may be in it."""
+        config = self._state.config
+        if not config.snapshot_on_stop or config.snapshot_path is None:
+            return
+        last_told = -_EXTEND_S
+
+        def progress(_done: int, _total: int) -> None:
+            nonlocal last_told
+            if time.monotonic() - last_told > _EXTEND_S / 4:
+                last_told = time.monotonic()
+                notifier.extend_timeout(_EXTEND_S)
+
+        await self._state.snapshots.save_to(config.snapshot_path, progress)
+
     async def _commit_pool(self) -> None:
         """Allocate the pool's pages extent by extent while serving."""
         try:
@@ -124,12 +153,14 @@ class Server:
         huge = self._state.pool.huge
         _log.info("pool_allocated", huge_bytes=huge.num_bytes, small_pages_because=huge.refusal)
 
-    async def _verify_pool(self) -> None:
-        """Hash what an earlier daemon sealed, a slice of at most some ms at a time."""
+    async def _look_at_content(self) -> None:
+        """Hash what an earlier daemon sealed, a slice of at most some ms at a time; then scrub."""
         is_left = True
         while is_left:
             await asyncio.sleep(_VERIFY_PAUSE_S)
-            is_left = self._state.kv.verify_some(_VERIFY_SLICE_BYTES)
+            is_left = self._state.kv.verify_some(scrub.SLICE_BYTES)
+        if self._state.config.scrub_bytes_per_second:
+            await scrub.keep_scrubbing(self._state.kv, self._state.config.scrub_bytes_per_second)
 
     async def _check_when_idle(self) -> None:
         """Look for a broken invariant whenever something was done and nobody asks any more."""

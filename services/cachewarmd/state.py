@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from cachewarmd import fdstore, layout, recovery, segment, weight_catalog
+from cachewarmd import fdstore, layout, recovery, segment, state_dir, weight_catalog
 from cachewarmd.block import StampInfo
 from cachewarmd.budget import Budget
 from cachewarmd.catalog import Catalog
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
-from cachewarmd.errors import CachewarmError, InternalError, NoSpaceError
+from cachewarmd.errors import CachewarmError, InternalError, InvalidRequestError, NoSpaceError
 from cachewarmd.failpoints import hit
 from cachewarmd.fdstore import FdStore
 from cachewarmd.kv import BlockStore
@@ -28,6 +28,7 @@ from cachewarmd.log import get_logger
 from cachewarmd.packers import Packers
 from cachewarmd.pool import Memfds, Pool
 from cachewarmd.quarantine import Quarantine
+from cachewarmd.snapshots import Snapshots
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider, Warmer
 from cachewarmd.weight_store import WeightStore
@@ -147,6 +148,14 @@ class State:
         weight_catalog.restore(self.weights, before.get("weights", {}), kept)
         self.kv.supersede(self.weights.versions.superseded)
         self.warmer = Warmer(self.weights)
+        self.snapshots = Snapshots(
+            self.pool,
+            self.kv,
+            config.state_dir,
+            config.snapshot_max_bytes,
+            self.remember,
+            self.counters,
+        )
         self.remember()
         for name in self._kept.forget_rest():
             _log.warning("descriptor_of_nothing_closed", name=name)
@@ -204,11 +213,21 @@ class State:
             pool_bytes = self._budget.available_bytes() // 4
         if self._was_refused:
             pool_bytes = min(pool_bytes, max(layout.EXTENT_BYTES, self._budget.available_bytes()))
-        pool = Pool(pool_bytes, epoch, secrets.token_bytes(32))
+        pool = Pool(pool_bytes, epoch, self._salt())
         self._budget.promise(pool.pool_bytes, "pool-bytes")
         self._kept.keep(fdstore.RECORDS, pool.memfds.records)
         self._kept.keep(fdstore.POOL, pool.memfds.pool)
         return pool, False
+
+    def _salt(self) -> bytes:
+        """For a new pool: the one that snapshots were taken under, if there is one."""
+        kept = None
+        if self.config.state_dir is not None:
+            try:
+                kept = state_dir.read_salt(self.config.state_dir)
+            except (InvalidRequestError, OSError) as exc:
+                _log.warning("salt_not_used", reason=str(exc))
+        return kept or secrets.token_bytes(state_dir.SALT_BYTES)
 
     def _restore_blocks(self, catalog: dict[str, Any], is_clean: bool) -> None:
         for told in catalog["stamps"]:

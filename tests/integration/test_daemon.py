@@ -251,6 +251,7 @@ ADMIN_VERBS = {
     "cancel_job": pb.CancelJob(),
     "evict": pb.Evict(),
     "shutdown": pb.Shutdown(),
+    "verify": pb.Verify(),
 }
 
 

@@ -23,6 +23,7 @@ from cachewarmd.v1 import control_pb2 as pb
 from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
 from tests.fail_points import Tokens, in_the_code
 from tests.integration.test_restart import evict, reattach
+from tests.integration.test_snapshots import load, save
 from tests.integration.test_weight_service import attach, plan_of, write_model
 from tests.worker import Worker, connect_worker, key
 
@@ -97,6 +98,14 @@ class Walk:
         self.daemon.kill_under_holder()
         self.daemon.status()
 
+    def snapshot(self) -> None:
+        """Written, and restored once what nobody holds is gone."""
+        self.publish()
+        file = self.folder / "snap"
+        save(self.daemon, file)
+        evict(self.daemon)
+        load(self.daemon, file)
+
     def until_taken(self, point: str, step: Step) -> None:
         end = time.monotonic() + PATIENCE_S
         self.tokens.put(point)
@@ -166,6 +175,7 @@ STEPS: dict[str, Step] = {
     "release": Walk.publish,
     "reserve": Walk.publish,
     "seal": Walk.publish,
+    "snapshot": Walk.snapshot,
     "store": Walk.load_weights,
     "verify": Walk.restart,
     "weights": Walk.load_weights,
@@ -184,7 +194,8 @@ def walk(action: str, points: list[str], tmp_path: Path, pool: str = "64MiB") ->
     ):
         for name, value in tokens.environ(action, points).items():
             patch.setenv(name, value)
-        with Daemon(Path(folder) / "s", pool, ["--holder"], prelude=QUICK) as daemon:
+        flags = ["--holder", "--state-dir", f"{folder}/state"]
+        with Daemon(Path(folder) / "s", pool, flags, prelude=QUICK) as daemon:
             patch.undo()
             keeper = subprocess.Popen(
                 [sys.executable, "-P", "-c", _KEEPER, str(daemon.socket), *CHAIN],

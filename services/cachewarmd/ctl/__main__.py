@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from cachewarmd import options
-from cachewarmd.ctl import verbs
+from cachewarmd.ctl import snapshots, verbs
 from cachewarmd.ctl.outcome import (
     EXIT_FAILED,
     PROGRAM,
@@ -87,10 +87,23 @@ def _parser() -> argparse.ArgumentParser:
     add("evict", verbs.evict).add_argument(
         "--model", metavar="NAME", help="only blocks of this model (default: of all)"
     )
+    add("verify", verbs.verify)
+    _add_snapshot(add)
     add("shutdown", verbs.shutdown).add_argument(
         "--only-if-unused", action="store_true", help="fail while an engine is connected"
     )
     return parser
+
+
+def _add_snapshot(add: Callable[[str, verbs.Verb], argparse.ArgumentParser]) -> None:
+    verb = add("snapshot", snapshots.snapshot)
+    verb.add_argument("action", choices=("save", "load", "list"))
+    verb.add_argument(
+        "path",
+        type=_argument(options.path),
+        metavar="PATH",
+        help="a file; of list a directory. The daemon's user must own it",
+    )
 
 
 def _add_job(verb: argparse.ArgumentParser) -> None:

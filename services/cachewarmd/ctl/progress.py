@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -202,3 +203,31 @@ class _Bars:
             detail = f"{done} of {total}, {view.num_tokens} tokens"
             detail += f", {NO_ENGINE}" if kind == "no_engine" else ""
         self._progress.update(self._bars[name], completed=done, total=total, detail=detail)
+
+
+@contextlib.contextmanager
+def work(name: str) -> Iterator[Callable[[pb.Envelope], None]]:
+    """Shows work that tells bytes done and in all; yields what takes each of its messages."""
+    if sys.stderr.isatty():
+        from rich.progress import Progress
+
+        with Progress(console=console(stderr=True)) as bars:
+            bar = bars.add_task(name, total=None)
+
+            def draw(told: pb.Envelope) -> None:
+                done, total = told.work_progress.done_bytes, told.work_progress.total_bytes
+                bars.update(bar, completed=done, total=total)
+
+            yield draw
+        return
+    next_line = 0.0
+
+    def write(told: pb.Envelope) -> None:
+        nonlocal next_line
+        if time.monotonic() < next_line:
+            return
+        next_line = time.monotonic() + _LINE_EVERY_S
+        done, total = told.work_progress.done_bytes, told.work_progress.total_bytes
+        print(f"{name}: {human_bytes(done)} of {human_bytes(total)}", file=sys.stderr)
+
+    yield write

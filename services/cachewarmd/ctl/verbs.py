@@ -33,14 +33,14 @@ from cachewarmd.errors import (
 )
 from cachewarmd.v1 import control_pb2 as pb
 
-_CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 10.0
 _VERSION_TIMEOUT_S = 2.0
 _REDRAW_S = 0.25
 
 Verb = Callable[[argparse.Namespace, Output], int]
 
 
-def _connect(args: argparse.Namespace, role: pb.Role, timeout: float = _CALL_TIMEOUT_S) -> Client:
+def connect(args: argparse.Namespace, role: pb.Role, timeout: float = CALL_TIMEOUT_S) -> Client:
     try:
         return Client.connect(args.socket, role, "cachewarmd-ctl", timeout=timeout)
     except UnreachableError as exc:
@@ -50,8 +50,8 @@ def _connect(args: argparse.Namespace, role: pb.Role, timeout: float = _CALL_TIM
 
 
 def _ask(args: argparse.Namespace, role: pb.Role, envelope: pb.Envelope) -> pb.Envelope:
-    with _connect(args, role) as client:
-        return client.call(envelope, _CALL_TIMEOUT_S)[0]
+    with connect(args, role) as client:
+        return client.call(envelope, CALL_TIMEOUT_S)[0]
 
 
 def _status(args: argparse.Namespace) -> pb.StatusReply:
@@ -108,7 +108,7 @@ def evict(args: argparse.Namespace, output: Output) -> int:
 
 
 @contextlib.contextmanager
-def _directory(path: Path) -> Iterator[int]:
+def directory(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield fd
@@ -121,9 +121,9 @@ def is_warm(args: argparse.Namespace, output: Output) -> int:
     envelope = pb.Envelope(is_warm=pb.IsWarm(model=args.model))
     is_directory = Path(args.model).is_dir()
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(_connect(args, pb.ROLE_OBSERVER))
-        fds = [stack.enter_context(_directory(Path(args.model)))] if is_directory else []
-        told = client.call(envelope, _CALL_TIMEOUT_S, fds)[0].is_warm_reply
+        client = stack.enter_context(connect(args, pb.ROLE_OBSERVER))
+        fds = [stack.enter_context(directory(Path(args.model)))] if is_directory else []
+        told = client.call(envelope, CALL_TIMEOUT_S, fds)[0].is_warm_reply
     if not told.is_known and not is_directory:
         raise NotFoundError(f"{args.model}: neither a directory nor the name of a loaded model")
     detail = told.detail or ("" if told.is_known else "not loaded")
@@ -133,10 +133,20 @@ def is_warm(args: argparse.Namespace, output: Output) -> int:
     return EXIT_OK if told.is_warm else EXIT_NOT_WARM
 
 
+def verify(args: argparse.Namespace, output: Output) -> int:
+    """Hash all sealed blocks now; 1 if some were not what was sealed (they are dropped)."""
+    with connect(args, pb.ROLE_ADMIN) as client, progress.work("verify") as show:
+        told = client.stream(pb.Envelope(verify=pb.Verify()), show, None)[0].verify_reply
+    text = f"{told.num_blocks} blocks ({views.human_bytes(told.num_bytes)}) hashed, "
+    text += f"{told.num_failures} were not what was sealed"
+    output.answer(views.plain(told), lambda console: console.print(text))
+    return EXIT_FAILED if told.num_failures else EXIT_OK
+
+
 def shutdown(args: argparse.Namespace, output: Output) -> int:
     """Stop the daemon, and wait until it is gone."""
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(_connect(args, pb.ROLE_ADMIN))
+        client = stack.enter_context(connect(args, pb.ROLE_ADMIN))
         pid = client.hello.pid
         try:
             pidfd = os.pidfd_open(pid)
@@ -145,8 +155,8 @@ def shutdown(args: argparse.Namespace, output: Output) -> int:
         else:
             stack.callback(os.close, pidfd)
         envelope = pb.Envelope(shutdown=pb.Shutdown(only_if_unused=args.only_if_unused))
-        client.call(envelope, _CALL_TIMEOUT_S)
-        if pidfd >= 0 and not _is_readable(pidfd, _CALL_TIMEOUT_S):
+        client.call(envelope, CALL_TIMEOUT_S)
+        if pidfd >= 0 and not _is_readable(pidfd, CALL_TIMEOUT_S):
             raise TimedOutError(f"cachewarmd (pid {pid}) has not stopped yet")
     output.answer({"pid": pid}, lambda console: console.print(f"cachewarmd (pid {pid}) stopped"))
     return EXIT_OK
@@ -163,7 +173,7 @@ def version(args: argparse.Namespace, output: Output) -> int:
     daemon = None
     with (
         contextlib.suppress(CachewarmError),
-        _connect(args, pb.ROLE_OBSERVER, _VERSION_TIMEOUT_S) as client,
+        connect(args, pb.ROLE_OBSERVER, _VERSION_TIMEOUT_S) as client,
     ):
         told = client.hello
         daemon = {"version": told.version, "pid": told.pid, "epoch": told.epoch}
@@ -177,9 +187,9 @@ def warmup(args: argparse.Namespace, output: Output) -> int:
     """Load weights and compute prompts ahead of traffic."""
     prompts = None if args.weights_only else args.prompts
     envelope = request.build(args.model, args.model_name, args.model_version, prompts)
-    with _connect(args, pb.ROLE_ADMIN) as client:
-        with _directory(args.model) as fd:
-            reply, _ = client.call(envelope, _CALL_TIMEOUT_S, [fd])
+    with connect(args, pb.ROLE_ADMIN) as client:
+        with directory(args.model) as fd:
+            reply, _ = client.call(envelope, CALL_TIMEOUT_S, [fd])
         job_id = reply.warmup_reply.job_id
         if not args.no_wait:
             return _follow(client, job_id, args.timeout, output)
@@ -189,7 +199,7 @@ def warmup(args: argparse.Namespace, output: Output) -> int:
 
 def wait(args: argparse.Namespace, output: Output) -> int:
     """Wait for a job."""
-    with _connect(args, pb.ROLE_OBSERVER) as client:
+    with connect(args, pb.ROLE_OBSERVER) as client:
         return _follow(client, args.job, args.timeout, output)
 
 
