@@ -65,7 +65,7 @@ class ScriptedDaemon:
         self.memory = self._memory[:]
         self.memory.flags.writeable = False  # as the worker's map
         epoch = before.link.epoch + 1 if before is not None else 1
-        self.link = Link(self, self, 1, ROOT, epoch, 100 + epoch)  # type: ignore[arg-type]
+        self.link = Link(self, self, 1, b"s" * 32, ROOT, epoch, 100 + epoch)  # type: ignore[arg-type]
 
     def succeed(self) -> ScriptedDaemon:
         """Die; whoever comes next adopts the memory and quarantines what was leased."""

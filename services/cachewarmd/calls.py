@@ -21,6 +21,7 @@ from cachewarmd.errors import (
     VersionMismatchError,
 )
 from cachewarmd.failpoints import hit
+from cachewarmd.keys import peer_salt
 from cachewarmd.kv import NewBlock, Source
 from cachewarmd.layout import MAX_LEASES_PER_CLIENT
 from cachewarmd.log import get_logger
@@ -34,6 +35,8 @@ _log = get_logger()
 
 MAX_KEYS = 65_536
 _TELL_EVERY_S, _VERIFY_PAUSE_S = 0.1, 0.001
+MAX_PUBLISH_BLOCKS = 8192  # 128K tokens of the smallest usual block; the loop copies them all
+MAX_TASKS = 64  # long calls of one client that run at a time
 MAX_TEXT = 1024  # characters of names and descriptions that clients give
 
 # -- data plane -------------------------------------------------------------------------------
@@ -60,12 +63,13 @@ def _hello(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) 
         epoch=state.epoch,
         pool_bytes=state.pool.pool_bytes,
         extent_bytes=layout.EXTENT_BYTES,
-        salt=state.pool.salt if is_engine else b"",
+        salt=peer_salt(state.pool.salt, client.connection.uid) if is_engine else b"",
         client_id=client.client_id,
         pool_id=state.pool.pool_id,
     )
     if is_engine:
         client.rows = state.lease_table.open(client.connection.pid, client.client_id)
+        client.holding.limit = lambda: state.max_held_bytes(client)
     client.reply(envelope.id, state.readonly_fds if fds else (), hello_reply=reply)
     # Only now: duplicating descriptors for the reply can fail, and then `fds` are closed.
     if fds:
@@ -77,7 +81,13 @@ def _hello(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) 
     return bool(fds)
 
 
+def _check_tasks(client: Client) -> None:
+    if len(client.tasks) >= MAX_TASKS:
+        raise LimitError(f"{MAX_TASKS} long calls are under way, no more are allowed")
+
+
 def _attach_weights(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
+    _check_tasks(client)
     _check_names(envelope.attach_weights)
     client.run(envelope.id, "attach_weights", _attach(state, client, envelope, fds))
     return True
@@ -166,7 +176,9 @@ def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -
         raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
         raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
-    lease, blocks = state.kv.lookup(stamp, request.keys, request.tail_keys, client.rows)
+    lease, blocks = state.kv.lookup(
+        stamp, request.keys, request.tail_keys, client.rows, client.holding
+    )
     client.leases.add(lease)
     reply = pb.LookupReply(lease=lease, blocks=map(_wire_block, blocks))
     client.reply(envelope.id, lookup_reply=reply)
@@ -177,6 +189,8 @@ def _publish(state: State, client: Client, envelope: pb.Envelope, _: list[int]) 
     if not client.is_worker:
         raise NotPermittedError("publish needs a private pool, passed with hello")
     _check_lease(client, request.lease)
+    if len(request.chain) > MAX_PUBLISH_BLOCKS:
+        raise LimitError(f"at most {MAX_PUBLISH_BLOCKS} blocks are allowed in a publish")
     chain = [NewBlock(b.parent_key, b.key, b.num_tokens, b.private_offset) for b in request.chain]
     source = Source(client.pool_fd, client.pool_bytes, client.connection.is_open)
     started = time.monotonic()
@@ -205,7 +219,7 @@ def _reattach(state: State, client: Client, envelope: pb.Envelope, _: list[int])
         handle = None
         if claim.HasField("block"):
             handle = (claim.block.slot, claim.block.generation)
-        lease = state.kv.claim(stamp, handle, client.rows)
+        lease = state.kv.claim(stamp, handle, client.rows, client.holding)
         leases.append(lease or 0)
         if lease is not None:
             client.leases.add(lease)
@@ -258,6 +272,7 @@ def _warmup(state: State, client: Client, envelope: pb.Envelope, fds: list[int])
 
 
 def _watch_job(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    _check_tasks(client)
     job = state.warmer.get(envelope.watch_job.job_id)
 
     async def watch() -> None:
@@ -385,6 +400,18 @@ def _teller(client: Client, request_id: int, *, thread: bool = False) -> Callabl
     return tell
 
 
+def _kick(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    wanted = envelope.kick.client_id
+    victims = [c for c in state.clients if c.client_id == wanted and not c.connection.is_closed]
+    if not victims:
+        raise NotFoundError(f"client {wanted} is not connected")
+    victim = victims[0]
+    _log.warning("client_kicked", client=victim.name, pid=victim.pid, leases=len(victim.leases))
+    client.reply(envelope.id, ok=pb.Ok())
+    # Before anybody else speaks, but after our own reply has left, should it be ourselves.
+    victim.end_with(0, NotPermittedError("an operator ended this connection"))
+
+
 def _shutdown(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
     engines = [c for c in state.clients if c.role == pb.ROLE_ENGINE]
     if envelope.shutdown.only_if_unused and engines:
@@ -436,6 +463,7 @@ HANDLERS: dict[str, Handler] = {
     "snapshot_save": _snapshot_save,
     "snapshot_load": _snapshot_load,
     "verify": _verify,
+    "kick": _kick,
     "shutdown": _shutdown,
     "status": _status,
 }

@@ -88,6 +88,37 @@ OPTIONS = (
         "hash sealed blocks again in the background at this rate (0 = never)",
         "SIZE",
     ),
+    Option(
+        "max-client-slots",
+        options.percent,
+        75,
+        "share of the pool that one client's leases may keep from eviction once another client is "
+        "connected; what is beyond it is a miss for that client",
+        "PERCENT",
+    ),
+    Option(
+        "on-change",
+        options.choice("keep", "clear"),
+        "keep",
+        "what happens to cached blocks when their weights change on disk: they stay for engines "
+        "that serve the old weights, or leave the index at once",
+        "WHAT",
+    ),
+    Option(
+        "lock",
+        options.choice("auto", "require", "off"),
+        "auto",
+        "keep the pool from being swapped out: where the limit on locked memory allows it, or "
+        "refuse to start where it does not",
+        "WHEN",
+    ),
+    Option(
+        "strict",
+        options.flag,
+        False,
+        "refuse to start, instead of a warning, where the pool gets no huge pages, can't be locked "
+        "(unless lock is off), or can't be kept for the next daemon by who starts us",
+    ),
     Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
 )
 
@@ -106,6 +137,10 @@ class Config:
     snapshot_at_boot: bool
     snapshot_max_bytes: int
     scrub_bytes_per_second: int
+    max_client_slots: int  # percent
+    on_change: str
+    lock: str
+    strict: bool
     log_level: str
 
 

@@ -15,7 +15,7 @@ from cachewarmd.notify import Notifier
 RECORDS, POOL, CATALOG = "cachewarm-records", "cachewarm-pool", "cachewarm-catalog"
 WEIGHTS = "cachewarm-weights-"  # and what names the segment
 LISTENER = "cachewarm-listener"  # the control socket, where no socket unit owns it
-_DEFAULT_ROOM = 64  # FileDescriptorStoreMax= of our unit
+DEFAULT_ROOM = 64  # FileDescriptorStoreMax= of our unit
 
 _log = get_logger()
 
@@ -24,12 +24,13 @@ class FdStore:
     """What is stored, by name. `passed` are the descriptors that an earlier daemon stored."""
 
     def __init__(
-        self, notifier: Notifier, passed: Mapping[str, int], room: int = _DEFAULT_ROOM
+        self, notifier: Notifier, passed: Mapping[str, int], room: int = DEFAULT_ROOM
     ) -> None:
         self._notifier = notifier
         self._passed = dict(passed)
         self._stored = set(passed)
         self._room = room
+        self.num_refused = 0  # not stored, so that the next daemon will miss them
 
     @property
     def names(self) -> frozenset[str]:
@@ -46,10 +47,12 @@ class FdStore:
             return False
         self.forget(name)
         if len(self._stored) >= self._room:
+            self.num_refused += 1
             _log.error("fd_store_is_full", name=name, room=self._room)
             return False
         hit("store.before")
         if not self._notifier.store_fd(name, fd):
+            self.num_refused += 1
             _log.error("fd_not_stored", name=name)
             return False
         hit("store.after")

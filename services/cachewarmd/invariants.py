@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 from cachewarmd.block import Block
 from cachewarmd.eviction import EvictionOrder
+from cachewarmd.holding import Holding
 from cachewarmd.layout import BlockState
 from cachewarmd.lease import Lease
 from cachewarmd.pool import Extent, Pool
@@ -28,6 +29,7 @@ def check(
     holds: Counter[Block] = Counter(lease.block for lease in leases if lease.block is not None)
     for block in holds:
         assert index.get(block.key) is block, "leased, not sealed"
+    _check_holdings(leases)
     for lease in leases:
         told = lease.block.slot if lease.block is not None else None
         assert lease.rows is None or lease.rows.slot(lease.row) == told, "a lease's row"
@@ -50,6 +52,22 @@ def check(
     offered = order.offered()
     missing = [b for b in index.values() if b.is_evictable and b not in offered]
     assert not missing, "an evictable block is on no heap"
+
+
+def _check_holdings(leases: Collection[Lease]) -> None:
+    chains: dict[Holding, set[Block]] = {}
+    for lease in leases:
+        if lease.holding is None:
+            continue
+        chain = chains.setdefault(lease.holding, set())
+        node = lease.block
+        while node is not None and node not in chain:
+            chain.add(node)
+            node = node.parent
+    for holding, chain in chains.items():
+        assert all(block in holding for block in chain), "held, not counted for its client"
+        num_bytes = sum(block.stamp.slot_bytes for block in chain)
+        assert holding.num_bytes == num_bytes, "bytes held by a client"
 
 
 def _check_extents(pool: Pool, index: Mapping[bytes, Block]) -> None:

@@ -44,6 +44,14 @@ class Stamp:
         return hashlib.sha256(_length_prefixed(fields)).digest()
 
 
+def peer_salt(salt: bytes, uid: int) -> bytes:
+    """What an engine of this user gets of the pool's secret.
+
+    Roots of two users never meet, because neither knows what the other derives its own from.
+    """
+    return hmac.digest(salt, b"uid" + uid.to_bytes(8, "little"), "sha256")
+
+
 def root_key(
     salt: bytes,
     stamp: bytes,
@@ -51,14 +59,22 @@ def root_key(
     cache_salt: str | None = None,
     adapter: str = "",
 ) -> bytes:
-    """Key before the first block. `salt` is the daemon's secret, so keys can't be guessed."""
+    """Key before the first block. `salt` is the daemon's secret, so keys can't be guessed.
+
+    `tenant` is whom the server authenticated, `cache_salt` what the client chose: it can only
+    narrow what is shared. Text may hold anything, also lone surrogates.
+    """
     fields = [
         stamp,
-        tenant.encode(),
-        None if cache_salt is None else cache_salt.encode(),
-        adapter.encode(),
+        _encoded(tenant),
+        None if cache_salt is None else _encoded(cache_salt),
+        _encoded(adapter),
     ]
     return hmac.digest(salt, _length_prefixed(fields), "sha256")
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:

@@ -20,12 +20,14 @@ from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
 from cachewarmd.eviction import EvictionOrder, ExtentChoice
 from cachewarmd.failpoints import hit, may_fail
+from cachewarmd.holding import Holding
 from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES
 from cachewarmd.lease import Lease, LeaseRows
 from cachewarmd.pool import Extent, Pool
 
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE, CHECKSUM = "SHORT_READ", "PEER_GONE", "CHECKSUM"
+CLIENT_LIMIT, RETIRED = "CLIENT_LIMIT", "RETIRED"
 MAX_STAMPS = 4096
 # What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
 VERIFY_BYTES = 8 << 20
@@ -61,6 +63,7 @@ class BlockStore:
         self._pool = pool
         self._stamps: dict[bytes, StampInfo] = {}
         self._superseded_weights: Set[bytes] = frozenset()
+        self._retired: set[bytes] = set()  # weights
         self._index: dict[bytes, Block] = {}
         self._leases: dict[int, Lease] = {}
         self._unverified: deque[Block] = deque()  # content that another daemon sealed
@@ -127,6 +130,21 @@ class BlockStore:
     def is_superseded(self, stamp: StampInfo) -> bool:
         return self._order.is_superseded(stamp.stamp_id)
 
+    def retire(self, weights: Set[bytes]) -> int:
+        """Blocks of these weights are found no more, nor published: how many went?
+
+        Those that a lease keeps go when it is released; whoever reads them does so till then.
+        """
+        self._retired |= weights
+        return self.evict(lambda stamp: stamp.weights_sha256 in weights, "retired")[0]
+
+    def revive(self, weights: bytes) -> None:
+        """They are served again. Idempotent."""
+        self._retired.discard(weights)
+
+    def is_retired(self, stamp: StampInfo) -> bool:
+        return stamp.weights_sha256 in self._retired
+
     # -- reading --------------------------------------------------------------------------------
 
     def peek(self, stamp: StampInfo, keys: Iterable[bytes]) -> int:
@@ -137,6 +155,8 @@ class BlockStore:
         """What may be leased under this key: nothing of another stamp, nothing that drains."""
         block = self._index.get(key)
         if block is None or block.stamp is not stamp or self._is_draining(block):
+            return None
+        if self._retired and self.is_retired(stamp):
             return None
         return block
 
@@ -150,18 +170,32 @@ class BlockStore:
         keys: Sequence[bytes],
         tail_keys: Sequence[bytes],
         rows: LeaseRows | None = None,
+        holding: Holding | None = None,
     ) -> tuple[int, list[Block]]:
         """Longest sealed prefix, leased in the same step. A lease is given for a miss too.
 
         Of content that was not verified since a restart, VERIFY_BYTES are; the rest is a miss for
-        now. `rows` are the client's in shared memory. Raises LimitError.
+        now, and so is what `holding`, the client's, has no room for. `rows` are the client's in
+        shared memory. Raises LimitError.
         """
         hit("lookup.before")
         found: list[Block] = []
         budget = VERIFY_BYTES
+        limit = None if holding is None else holding.limit()
+        room = None if limit is None or holding is None else limit - holding.num_bytes
+
+        def has_room(block: Block) -> bool:
+            nonlocal room
+            if room is None or holding is None or block in holding:
+                return True
+            room -= stamp.slot_bytes
+            if room < 0:
+                self.counters["lookup_cut_client_limit"] += 1
+            return room >= 0
+
         for key in keys:
             block = self._find(stamp, key)
-            if block is None or (not block.is_verified and budget <= 0):
+            if block is None or (not block.is_verified and budget <= 0) or not has_room(block):
                 break
             budget -= 0 if block.is_verified else stamp.block_bytes
             if not self._verify(block):
@@ -169,29 +203,43 @@ class BlockStore:
             found.append(block)
         else:
             tails = (self._find(stamp, key) for key in tail_keys)
-            found += itertools.islice(filter(self._verify, filter(None, tails)), 1)
-        lease = self._new_lease(stamp, found[-1] if found else None, rows)
+            tail = next(filter(self._verify, filter(None, tails)), None)
+            found += [tail] if tail is not None and has_room(tail) else []
+        lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
         self.counters["lookup_hit" if found else "lookup_miss"] += 1
         hit("lookup.after")
         return lease, found
 
-    def _new_lease(self, stamp: StampInfo, block: Block | None, rows: LeaseRows | None) -> int:
+    def _new_lease(
+        self,
+        stamp: StampInfo,
+        block: Block | None,
+        rows: LeaseRows | None,
+        holding: Holding | None = None,
+    ) -> int:
         row = rows.take() if rows is not None else 0
         lease = next(self._lease_ids)
-        self._leases[lease] = Lease(stamp, rows, row)
+        self._leases[lease] = Lease(stamp, rows, row, holding)
         self._move_lease(lease, block)
         return lease
 
     def claim(
-        self, stamp: StampInfo, handle: tuple[int, int] | None, rows: LeaseRows | None = None
+        self,
+        stamp: StampInfo,
+        handle: tuple[int, int] | None,
+        rows: LeaseRows | None = None,
+        holding: Holding | None = None,
     ) -> int | None:
-        """A lease of (slot, generation), or of nothing; None when that block is gone."""
+        """A lease of (slot, generation), or of nothing; None when that block is gone.
+
+        Whatever the client's limit is: it reads that block already.
+        """
         block = None
         if handle is not None:
             block = self._at(handle[0])
             if block is None or block.generation != handle[1] or block.stamp is not stamp:
                 return None
-        return self._new_lease(stamp, block, rows)
+        return self._new_lease(stamp, block, rows, holding)
 
     def quarantine(self, slots: Iterable[int]) -> list[int]:
         """Leases for whoever may still read the blocks in these slots."""
@@ -222,12 +270,25 @@ class BlockStore:
         if block is not None:
             self._hold(block)
             self._touch(block)
+            if entry.holding is not None:
+                entry.holding.hold(block)
         if entry.rows is not None:
             entry.rows.set(entry.row, block.slot if block is not None else None)
         before, entry.block = entry.block, block
         if before is not None:
             self._touch(before)
+            if entry.holding is not None:
+                entry.holding.let_go(before)
             self._let_go(before)
+            self._drop_retired(before)
+
+    def _drop_retired(self, block: Block) -> None:
+        """A lease is off it: what stayed for that alone goes now."""
+        node: Block | None = block
+        while node is not None and node.is_evictable and self.is_retired(node.stamp):
+            parent = node.parent
+            self._drop(node, "retired")
+            node = parent
 
     def _touch(self, block: Block) -> None:
         self._tick += 1
@@ -272,13 +333,21 @@ class BlockStore:
         """
         if lease not in self._leases:
             raise NotFoundError(f"lease {lease} is not known")
-        stamp = self._leases[lease].stamp
+        stamp, holding = self._leases[lease].stamp, self._leases[lease].holding
+        limit = None if holding is None else holding.limit()
         sealed: list[Block] = []
         hit("publish.before")
+        if self.is_retired(stamp):
+            return sealed, self._refuse(RETIRED)
         for number, new in enumerate(chain):
             self._check_new(new, stamp, source)
             at_root = is_root and number == 0
             block = self._index.get(new.key)
+            is_new = holding is None or block is None or block not in holding
+            if holding is not None and limit is not None and is_new:
+                num_bytes = holding.num_bytes + stamp.slot_bytes
+                if num_bytes > limit:
+                    return sealed, self._refuse(CLIENT_LIMIT)
             if block is None or not self._verify(block):
                 parent = None if at_root else self._index.get(new.parent_key)
                 if not at_root and (parent is None or parent.is_short or parent.stamp is not stamp):
@@ -452,12 +521,14 @@ class BlockStore:
 
     # -- eviction -------------------------------------------------------------------------------
 
-    def evict(self, wanted: Callable[[StampInfo], bool]) -> tuple[int, int, int]:
+    def evict(
+        self, wanted: Callable[[StampInfo], bool], cause: str = "asked"
+    ) -> tuple[int, int, int]:
         """Drop every block of the wanted stamps that no lease keeps: (blocks, bytes, kept)."""
         chosen = [block for block in self._index.values() if wanted(block.stamp)]
         doomed = {block for block in chosen if not block.num_holds}
         num_bytes = sum(block.stamp.block_bytes for block in doomed)
-        self._drop_all(doomed, "asked")
+        self._drop_all(doomed, cause)
         return len(doomed), num_bytes, len(chosen) - len(doomed)
 
     def _drop_all(self, doomed: set[Block], cause: str) -> None:
@@ -480,7 +551,7 @@ class BlockStore:
             del extent.stamp_ids[block.stamp.stamp_id]
         self._pool.give_back(block.slot)
         hit("evict.after")
-        if cause not in ("asked", "poisoned") and self.is_superseded(block.stamp):
+        if cause not in ("asked", "poisoned", "retired") and self.is_superseded(block.stamp):
             cause = "superseded"
         self.counters[f"evicted_{cause}"] += 1
         parent = block.parent
@@ -529,7 +600,8 @@ class BlockStore:
         for lease, entry in self._leases.items():
             if entry.block in doomed:
                 self._move_lease(lease, None)
-        self._drop_all(doomed, "poisoned")
+        # Of retired weights they may have gone with the lease.
+        self._drop_all({gone for gone in doomed if gone.is_sealed}, "poisoned")
         self.counters["integrity_failures"] += 1
 
     # -- views ----------------------------------------------------------------------------------

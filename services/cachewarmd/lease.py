@@ -16,6 +16,7 @@ from cachewarmd import layout
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import LimitError
 from cachewarmd.failpoints import hit
+from cachewarmd.holding import Holding
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,15 @@ class LeaseRows:
 
 @dataclass
 class Lease:
-    """On `block` and so on its chain. `row` of `rows` tells a later daemon; no rows, no row."""
+    """On `block` and so on its chain. `row` of `rows` tells a later daemon; no rows, no row.
+
+    `holding` counts it for its client.
+    """
 
     stamp: StampInfo
     rows: LeaseRows | None
     row: int
+    holding: Holding | None = None
     block: Block | None = None
 
 

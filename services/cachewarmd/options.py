@@ -159,6 +159,16 @@ path = Kind(_path, "a path")
 socket_path = Kind(_socket_path, f"a path of at most {MAX_SOCKET_PATH_BYTES} bytes")
 
 
+def _percent(value: str) -> int:
+    match = re.fullmatch(r"(\d{1,3})\s*%?", value.strip(), re.ASCII)
+    if not match or not 1 <= int(match[1]) <= 100:
+        raise ValueError
+    return int(match[1])
+
+
+percent = Kind(_percent, "a percentage from 1 to 100", (int, str))
+
+
 def integer(low: int, high: int) -> Kind[int]:
     """A whole number within [low, high]."""
 

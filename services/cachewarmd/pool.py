@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from cachewarmd import layout, segment
+from cachewarmd import layout, memory_lock, segment
 from cachewarmd.errors import InvalidRequestError
 from cachewarmd.failpoints import hit, may_fail
 from cachewarmd.huge_pages import Huge
@@ -71,6 +71,7 @@ class Pool:
         self.num_extents = num_extents
         self.extents: list[Extent] = []
         self.huge = Huge()  # of what is committed
+        self.num_locked = 0  # extents, the first ones
         self.num_extents_of: Counter[int] = Counter()  # by slot size, without the draining one
         self.draining: Extent | None = None
         self._free: deque[Extent] = deque()
@@ -112,16 +113,19 @@ class Pool:
     def salt(self) -> bytes:
         return bytes(self.header["salt"][0])
 
-    def commit_next(self) -> bool:
+    def commit_next(self, *, is_patient: bool = False) -> bool:
         """Allocate the next extent's pages (about 40 ms; thread-safe towards the event loop).
 
-        False when all are. Raises NoSpaceError; the pool then stays as large as it is.
+        False when all are; `is_patient` as in `segment.reserve`. Raises NoSpaceError; the pool then
+        stays as large as it is.
         """
         number = len(self.extents)
         if number == self.num_extents:
             return False
         may_fail("commit.before")
-        huge = segment.reserve(self.memfds.pool, number * EXTENT_BYTES, EXTENT_BYTES)
+        huge = segment.reserve(
+            self.memfds.pool, number * EXTENT_BYTES, EXTENT_BYTES, is_patient=is_patient
+        )
         self.huge = self.huge.plus(huge)
         self.header["num_committed"] = max(number + 1, int(self.header["num_committed"][0]))
         hit("commit.after")
@@ -129,6 +133,15 @@ class Pool:
         self.extents.append(extent)
         self._free.append(extent)
         return True
+
+    def lock_committed(self) -> str:
+        """Keep what is committed from being swapped out; empty, or why not all of it is."""
+        while self.num_locked < len(self.extents):
+            start = self.num_locked * EXTENT_BYTES
+            if why := memory_lock.lock(self.memory[start : start + EXTENT_BYTES]):
+                return why
+            self.num_locked += 1
+        return ""
 
     def take_over(self, slot_bytes: int, used: Iterable[int]) -> Extent:
         """The next extent of an adopted pool, whose pages are there; 0 bytes = it is free.

@@ -19,6 +19,7 @@ from cachewarmd import (
     fdstore,
     listener,
     log,
+    memory_lock,
     notify,
     options,
     settings,
@@ -40,12 +41,18 @@ def _bump_epoch(lock_fd: int) -> int:
     return epoch
 
 
+def _store_room(environ: Mapping[str, str]) -> int:
+    """How many descriptors are kept for us: told by systemd from 254 on, and by our holder."""
+    told = environ.get("FDSTORE", "")
+    return int(told) if told.isdigit() else fdstore.DEFAULT_ROOM
+
+
 async def _serve(
     settings: config.Config, notifier: notify.Notifier, passed: Mapping[str, int]
 ) -> None:
     activated = passed.get(_SOCKET_FD_NAME)
     stored = {name: fd for name, fd in passed.items() if name != _SOCKET_FD_NAME}
-    kept = fdstore.FdStore(notifier, stored)
+    kept = fdstore.FdStore(notifier, stored, _store_room(os.environ))
     for name in kept.forget_unknown():
         log.get_logger().warning("unknown_descriptor_closed", name=name)
     own = kept.take(fdstore.LISTENER)
@@ -101,6 +108,7 @@ def run(argv: Sequence[str]) -> int:
     log.configure(PROGRAM, chosen.log_level)
     try:
         failpoints.arm(os.environ)
+        memory_lock.raise_limits()
         notifier = notify.Notifier.from_environ(os.environ)
         uvloop.run(_serve(chosen, notifier, notify.listen_fds(os.environ)))
     except listener.SocketInUseError as exc:

@@ -41,16 +41,18 @@ def create_memfd(name: str, size: int) -> int:
     return fd
 
 
-def reserve(fd: int, offset: int, size: int) -> Huge:
+def reserve(fd: int, offset: int, size: int, *, is_patient: bool = False) -> Huge:
     """Allocate the pages now, huge ones where the kernel gives them fast; tells how many are.
 
+    `is_patient` waits for huge pages that are slow to come.
     A full tmpfs is ENOSPC here, where a first touch would be SIGBUS. Raises NoSpaceError. A memory
     cgroup's limit is no error but a SIGKILL, so callers check `budget.available_bytes` first.
     """
     try:
         for start in range(offset, offset + size, HUGE_BYTES):
             os.posix_fallocate(fd, start, 1)
-        huge = make_huge(fd, offset, size, while_fast())
+        go_on = (lambda: True) if is_patient else while_fast()
+        huge = make_huge(fd, offset, size, go_on)
         os.posix_fallocate(fd, offset, size)
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.ENOMEM):

@@ -34,6 +34,8 @@ from cachewarmd.v1 import control_pb2 as pb
 _log = get_logger()
 
 MAX_CONNECTIONS = 256
+OWNER_CONNECTIONS = 16  # of these, kept for the owner: to look, to kick, to stop
+FILES_CHECK_S = 10.0
 # Leases of a peer that closed its socket but lives on: it may still be reading these blocks.
 QUARANTINE_S = 60.0
 IDLE_CHECK_S = 5.0
@@ -47,7 +49,7 @@ _ENGINE_VERBS = {
     "warm_item_update",
 }  # fmt: skip
 _ADMIN_VERBS = {
-    "warmup", "cancel_job", "evict", "shutdown", "snapshot_save", "snapshot_load", "verify",
+    "warmup", "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
 }  # fmt: skip
 _FD_VERBS = {
     "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 1), "is_warm": (0, 1),
@@ -81,6 +83,7 @@ class Server:
         self._spawn(notify.keep_telling(notifier, self.status_line))
         self._spawn(self._state.quarantine.watch(QUARANTINE_S))
         self._spawn(self._look_at_content())
+        self._spawn(self._watch_files())
         recovery.serving(self._state.pool)
         ready()
         self._state.packers.prepare()
@@ -145,8 +148,9 @@ class Server:
     async def _commit_pool(self) -> None:
         """Allocate the pool's pages extent by extent while serving."""
         try:
+            await asyncio.to_thread(self._state.lock_committed)
             while await asyncio.to_thread(self._state.commit_extent):
-                pass
+                await asyncio.to_thread(self._state.lock_committed)
         except NoSpaceError as exc:
             missing = self._state.give_up_extents()
             _log.warning("pool_smaller_than_asked", reason=str(exc), extents_missing=missing)
@@ -161,6 +165,15 @@ class Server:
             is_left = self._state.kv.verify_some(scrub.SLICE_BYTES)
         if self._state.config.scrub_bytes_per_second:
             await scrub.keep_scrubbing(self._state.kv, self._state.config.scrub_bytes_per_second)
+
+    async def _watch_files(self) -> None:
+        """Notice that loaded weights are no longer those of their files."""
+        while True:
+            await asyncio.sleep(FILES_CHECK_S)
+            changed = await self._state.weights.look_for_changes()
+            if changed and self._state.config.on_change == "clear":
+                num_blocks = self._state.kv.retire(changed)
+                _log.warning("blocks_of_changed_weights_cleared", blocks=num_blocks)
 
     async def _check_when_idle(self) -> None:
         """Look for a broken invariant whenever something was done and nobody asks any more."""
@@ -213,8 +226,8 @@ class Server:
         self._state.clients.add(client)
         if not self._is_owner(client) and self._engine_gid not in connection.peer_groups():
             client.end_with(0, NotPermittedError(f"uid {connection.uid} may not connect"))
-        elif len(self._state.clients) > MAX_CONNECTIONS:
-            client.end_with(0, LimitError(f"{MAX_CONNECTIONS} connections are open"))
+        elif len(self._state.clients) > (most := self._max_connections(client)):
+            client.end_with(0, LimitError(f"{most} connections are open"))
         else:
             loop = asyncio.get_running_loop()
             loop.call_later(_HELLO_TIMEOUT_S, self._end_if_silent, client)
@@ -222,6 +235,9 @@ class Server:
     def _is_owner(self, client: Client) -> bool:
         """Others, let in by the socket's group, can't have the admin role."""
         return client.connection.uid in (os.getuid(), 0)
+
+    def _max_connections(self, client: Client) -> int:
+        return MAX_CONNECTIONS - (0 if self._is_owner(client) else OWNER_CONNECTIONS)
 
     def _resume_accept(self, listener: socket.socket) -> None:
         if not self._state.stop.is_set():

@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from cachewarmd import fdstore, layout, recovery, segment, state_dir, weight_catalog
+from cachewarmd import (
+    fdstore,
+    layout,
+    memory_lock,
+    recovery,
+    segment,
+    state_dir,
+    weight_catalog,
+)
 from cachewarmd.block import StampInfo
 from cachewarmd.budget import Budget
 from cachewarmd.catalog import Catalog
@@ -22,6 +30,7 @@ from cachewarmd.connection import Connection
 from cachewarmd.errors import CachewarmError, InternalError, InvalidRequestError, NoSpaceError
 from cachewarmd.failpoints import hit
 from cachewarmd.fdstore import FdStore
+from cachewarmd.holding import Holding
 from cachewarmd.kv import BlockStore
 from cachewarmd.lease import LeaseRows, LeaseTable
 from cachewarmd.log import get_logger
@@ -50,6 +59,7 @@ class Client:
     pool_bytes: int = 0
     leases: set[int] = field(default_factory=set)
     rows: LeaseRows | None = None  # an engine's: its leases as a later daemon finds them
+    holding: Holding = field(default_factory=Holding)
     stamps: dict[int, StampInfo] = field(default_factory=dict)
     weights: set[bytes] = field(default_factory=set)  # digests of what it attached
     provider: Provider | None = None
@@ -125,8 +135,10 @@ class State:
         adopted = self._adoptable(before)
         self.pool, is_clean = self._open_pool(epoch, adopted)
         self.epoch = int(self.pool.header["epoch"][0])
+        self.may_lock = self._may_lock()
         if adopted is None:
             self.commit_extent()
+            self._check_strict()
         self.readonly_fds = (
             segment.reopen_readonly(self.pool.memfds.records),
             segment.reopen_readonly(self.pool.memfds.pool),
@@ -229,6 +241,39 @@ class State:
                 _log.warning("salt_not_used", reason=str(exc))
         return kept or secrets.token_bytes(state_dir.SALT_BYTES)
 
+    def _may_lock(self) -> bool:
+        """Is the pool to be locked? Raises NoSpaceError where it must be and can't."""
+        wanted = self.config.lock
+        if wanted == "off":
+            return False
+        why = memory_lock.refusal(self.pool.pool_bytes)
+        if why and (wanted == "require" or self.config.strict):
+            raise NoSpaceError(why)
+        if why:
+            _log.warning("pool_not_locked", reason=why)
+        return not why
+
+    def _check_strict(self) -> None:
+        """What would be a warning, of a new pool. Raises NoSpaceError."""
+        if not self.config.strict:
+            return
+        if self.pool.huge.num_bytes < layout.EXTENT_BYTES:
+            why = self.pool.huge.refusal
+            raise NoSpaceError(f"the pool gets no huge pages: {why}")
+        if self._kept.num_refused:
+            raise NoSpaceError("the pool can't be kept for the next daemon: the fd store is full")
+
+    def lock_committed(self) -> None:
+        """Lock what the pool has by now; the first refusal ends it, with a warning."""
+        if self.may_lock and (why := self.pool.lock_committed()):
+            self.may_lock = False
+            _log.warning("pool_not_locked", reason=why)
+
+    @property
+    def num_fds_not_kept(self) -> int:
+        """Descriptors that the next daemon will miss."""
+        return self._kept.num_refused
+
     def _restore_blocks(self, catalog: dict[str, Any], is_clean: bool) -> None:
         for told in catalog["stamps"]:
             self.kv.restore_stamp(StampInfo.from_json(told))
@@ -262,6 +307,14 @@ class State:
     def _sizes_in_use(self) -> set[int]:
         return {info.slot_bytes for client in self.clients for info in client.stamps.values()}
 
+    def max_held_bytes(self, client: Client) -> int | None:
+        """What one client's leases may keep from eviction; None = all, while no other needs any."""
+        others = (other for other in self.clients if other is not client)
+        if not any(other.is_worker or other.leases for other in others):
+            return None
+        committed = len(self.pool.extents) * layout.EXTENT_BYTES
+        return committed * self.config.max_client_slots // 100
+
     def num_users(self, weights_sha256: bytes) -> int:
         """Connections that use these weights."""
         return sum(client.uses(weights_sha256) for client in self.clients)
@@ -269,6 +322,7 @@ class State:
     def serve_weights(self, client: Client, model_name: str, weights_sha256: bytes) -> None:
         """A client has attached these weights: the model's name stands for them now."""
         client.weights.add(weights_sha256)
+        self.kv.revive(weights_sha256)
         self.weights.serve(model_name, weights_sha256)
 
     def release_all(self, client: Client) -> None:
@@ -284,7 +338,7 @@ class State:
 
     def commit_extent(self) -> bool:
         """Allocate the pool's next extent; False when all are. Raises NoSpaceError."""
-        did = self.pool.commit_next()
+        did = self.pool.commit_next(is_patient=self.config.strict)
         if did:
             self._budget.settle(layout.EXTENT_BYTES)
         return did

@@ -22,8 +22,11 @@ def status_now(state: State) -> pb.StatusReply:
         bytes=sizes,
         page_bytes=layout.PAGE_BYTES,
         huge_bytes=state.pool.huge.num_bytes,
+        locked=0 < committed == state.pool.num_locked,
+        small_pages_because=state.pool.huge.refusal,
     )
     superseded = state.weights.versions.superseded
+    files_now = {model: model.files_now() for model in state.weights.models}
     models = [
         pb.ModelStatus(
             model_name=model.name,
@@ -32,7 +35,8 @@ def status_now(state: State) -> pb.StatusReply:
             layout=model.segment.layout_id,
             segment_bytes=model.segment.size,
             huge_bytes=model.segment.huge.num_bytes,
-            files_present=model.files_now() is not None,
+            files_present=files_now[model] is not None,
+            files_changed=files_now[model] not in (None, model.identities),
             loaded_unix_ms=model.loaded_unix_ms,
             plan=model.plan.description,
             num_clients=state.num_users(model.segment.weights_sha256),
@@ -61,6 +65,8 @@ def status_now(state: State) -> pb.StatusReply:
             uid=client.connection.uid,
             num_leases=len(client.leases),
             is_provider=client.provider is not None,
+            held_bytes=client.holding.num_bytes,
+            max_held_bytes=state.max_held_bytes(client) or 0,
         )
         for client in state.clients
     ]
@@ -79,6 +85,7 @@ def status_now(state: State) -> pb.StatusReply:
             **state.counters,
             **state.kv.counters,
             "leases": state.kv.num_leases,
+            "fds_not_stored": state.num_fds_not_kept,
             "quarantined": state.quarantine.num_leases,
         },
         num_jobs_active=sum(1 for job in state.warmer.jobs if not job.is_ended),

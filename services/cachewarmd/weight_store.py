@@ -30,7 +30,7 @@ DirKey = tuple[int, int]  # (dev, ino) of the model directory
 Notify = Callable[[str, int, int], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
     """A model directory under one pack plan, and what of it is loaded."""
 
@@ -47,6 +47,7 @@ class Model:
     watchers: set[Notify] = field(default_factory=set)
     num_loads: int = 0  # running or waiting for the lock
     last_attached: int = 0  # a tick of the store
+    noticed: list[FileIdentity] | None = None  # files that are not what is loaded, told already
 
     @property
     def shown_version(self) -> str:
@@ -57,10 +58,7 @@ class Model:
 
     def files_now(self) -> list[FileIdentity] | None:
         """Identities of the weight files now; None when some are missing."""
-        try:
-            return file_identities(self.dir_fd, self.follow_links)
-        except ModelFilesError:
-            return None
+        return _identities(self.dir_fd, self.follow_links)
 
 
 class WeightStore:
@@ -168,6 +166,38 @@ class WeightStore:
                 current=weights_sha256.hex(),
                 superseded=sorted(digest.hex() for digest in superseded),
             )
+
+    async def look_for_changes(self) -> set[bytes]:
+        """Digests of loaded weights that are of no unchanged files any more, and were till now.
+
+        Files that went missing are no change: others may be on their way.
+        """
+        found = []
+        for model in self.models:
+            if model.dir_fd < 0:
+                continue
+            fd = os.dup(model.dir_fd)  # the model may be dropped meanwhile
+            try:
+                now = await asyncio.to_thread(_identities, fd, model.follow_links)
+            finally:
+                os.close(fd)
+            if now is None or now == model.identities or now == model.noticed:
+                continue
+            model.noticed = now
+            found.append(model)
+        digests = set()
+        for model in found:
+            # Read again while we looked?
+            if model.segment is None or model.identities == model.noticed:
+                continue
+            digest = model.segment.weights_sha256
+            _log.warning(
+                "weights_changed_on_disk", model=model.name, loaded_weights_sha256=digest.hex()
+            )
+            same = (m for m in self.models if m.segment and m.segment.weights_sha256 == digest)
+            if all(m.noticed is not None and m.noticed != m.identities for m in same):
+                digests.add(digest)
+        return digests
 
     async def _load(self, key: tuple[DirKey, str], model: Model) -> bool:
         try:
@@ -346,3 +376,10 @@ class WeightStore:
 
 def _no_memory() -> int:
     raise AssertionError("who only hashes asks for no memory")
+
+
+def _identities(dir_fd: int, follow_links: bool) -> list[FileIdentity] | None:
+    try:
+        return file_identities(dir_fd, follow_links)
+    except ModelFilesError:
+        return None

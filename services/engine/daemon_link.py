@@ -27,9 +27,14 @@ class Link:
     client: Client
     pool: SharedPool
     stamp_id: int
-    root: bytes  # key before the first block, under this daemon's salt
+    salt: bytes  # what this daemon gives engines of our user
+    stamp: bytes
     epoch: int
     client_id: int
+
+    def root(self, domain: tuple[str, str | None] = ("", None)) -> bytes:
+        """Key before the first block of (tenant, cache salt)."""
+        return root_key(self.salt, self.stamp, *domain)
 
 
 class DaemonLink:
@@ -101,8 +106,8 @@ class DaemonLink:
             client.pool = self._pool
         self._pool = client.pool
         hello, stamp_id = client.hello, reply.register_reply.stamp_id
-        root = root_key(hello.salt, self._registration.stamp)
-        return Link(client, client.pool, stamp_id, root, hello.epoch, hello.client_id)
+        stamp = self._registration.stamp
+        return Link(client, client.pool, stamp_id, hello.salt, stamp, hello.epoch, hello.client_id)
 
     def _keep(self) -> None:
         """Reconnect with jittered back-off until stopped."""

@@ -22,6 +22,7 @@ _TUNING = (
     ("top-k", int, "K"),
     ("min-p", float, "P"),
     ("seed", int, "SEED"),
+    ("cache-salt", str, "TEXT"),
     ("n", int, "SAMPLES"),
     ("timeout", float, "SECONDS"),
 )

@@ -34,9 +34,16 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     sample_index: int = 0
     min_tokens: int = 0  # of output, before which no stop id is drawn
     bypass_cache: bool = False
+    tenant: str = ""  # whom the front authenticated; nobody when it authenticates nobody
+    cache_salt: str | None = None  # the client's own; only ever narrows what is shared
     urgency: int = 2  # 1 interactive, 2 normal, 3 background
     priority: int = 0  # within the urgency; lower runs earlier
     hand_off: bool = False
+
+    @property
+    def domain(self) -> tuple[str, str | None]:
+        """Requests of different domains share no block, whatever tokens they have."""
+        return self.tenant, self.cache_salt
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -80,6 +80,8 @@ class Sequence:
         is_sibling = self.submit.request_id == other.submit.request_id
         if not is_sibling and (self.submit.bypass_cache or other.submit.bypass_cache):
             return 0
+        if self.submit.domain != other.submit.domain:
+            return 0
         if other.submit.attempt not in self._common:
             common = num_common(self.submit.prompt_ids, other.submit.prompt_ids)
             self._common[other.submit.attempt] = common

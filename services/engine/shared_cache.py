@@ -39,6 +39,7 @@ class CachedPrefix:
 
     link: Link
     lease: int
+    root: bytes  # key before the first block
     keys: list[bytes]  # of full blocks, as far as they are known
     num_sealed_blocks: int  # leading full blocks that are sealed or on their way
     num_tokens: int  # positions covered by the blocks that were found
@@ -106,15 +107,22 @@ class SharedCache:
     # -- reading --------------------------------------------------------------------------------
 
     def lookup(
-        self, tokens: Sequence[int], budget_s: float
+        self,
+        tokens: Sequence[int],
+        budget_s: float,
+        domain: tuple[str, str | None] = ("", None),
     ) -> tuple[CachedPrefix | None, list[SharedBlock]]:
-        """Longest sealed prefix of `tokens`, leased. None = no daemon in time: stay private."""
+        """Longest sealed prefix of `tokens`, leased. None = no daemon in time: stay private.
+
+        `domain` is (tenant, cache salt): nothing is found, or published later, of another.
+        """
         link = self._link.current
         if link is None or time.monotonic() < self._next_lookup:
             return None, []
-        keys = chain_keys(link.root, tokens, self._block_size)
+        root = link.root(domain)
+        keys = chain_keys(root, tokens, self._block_size)
         rest = tokens[len(keys) * self._block_size :]
-        tails = tail_keys(keys[-1] if keys else link.root, rest)
+        tails = tail_keys(keys[-1] if keys else root, rest)
         request = pb.Lookup(stamp_id=link.stamp_id, keys=keys, tail_keys=tails)
         try:
             future = link.client.submit(pb.Envelope(lookup=request))
@@ -133,7 +141,7 @@ class SharedCache:
         full = num_tokens // self._block_size
         last = _handle(found.blocks[-1]) if found.blocks else None
         word = link.pool.change_word
-        prefix = CachedPrefix(link, found.lease, keys, full, num_tokens, full, last, word)
+        prefix = CachedPrefix(link, found.lease, root, keys, full, num_tokens, full, last, word)
         self._live.add(prefix)
         return prefix, shared
 
@@ -177,7 +185,7 @@ class SharedCache:
             block = request.table.blocks[index]
             if (is_short and not with_tail) or not isinstance(block, PrivateBlock):
                 break
-            parent = prefix.keys[index - 1] if index else prefix.link.root
+            parent = prefix.keys[index - 1] if index else prefix.root
             key = block_key(parent, tokens[index * size : end])
             if not is_short:
                 prefix.keys[index:] = [key]

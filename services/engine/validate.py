@@ -18,6 +18,7 @@ _MAX_SAMPLES = 64
 _MAX_STOPS = 64
 _MAX_STOP_LENGTH = 4096
 _MAX_STOP_IDS = 1024
+_MAX_CACHE_SALT = 256
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,13 @@ def check_options(request: pb.GenerateRequest, limits: Limits) -> SamplingParams
     )
     sampling = _sampling(request.sampling, checker)
     _stopping(request.stopping, limits.vocab_size, checker)
+    length = len(request.cache.cache_salt)
+    checker.check(
+        length <= _MAX_CACHE_SALT,
+        "cache.cache_salt",
+        f"{length} characters",
+        f"<= {_MAX_CACHE_SALT}",
+    )
     checker.check(
         request.urgency in pb.Urgency.values(), "urgency", request.urgency, "a value of Urgency"
     )
@@ -192,6 +200,7 @@ def make_submits(
         min_tokens=stopping.min_tokens,
         stop_token_ids=stops,
         bypass_cache=request.cache.bypass_prefix_cache,
+        cache_salt=request.cache.cache_salt if request.cache.HasField("cache_salt") else None,
         urgency=request.urgency or pb.URGENCY_NORMAL,
         priority=request.priority,
     )

@@ -196,7 +196,7 @@ class Worker:
             if not self._scheduler.num_running:  # else all of them would wait with it
                 estimate = self._seconds_per_token * len(sequence.tokens)
                 budget = max(budget, _LOOKUP_BUDGET_SHARE * estimate)
-            state.prefix, shared = self._cache.lookup(sequence.tokens, budget)
+            state.prefix, shared = self._cache.lookup(sequence.tokens, budget, submit.domain)
             sequence.table.start_with(shared)
             sequence.begin(state.prefix.num_tokens if state.prefix else 0)
         if self._cache is not None and before is not None:

@@ -102,7 +102,7 @@ class ChaosClient:
         self.cache.poll()
         link = self._link.current
         if link is not None:
-            self._root = link.root
+            self._root = link.root()
         if self._root and len(self._live) < MAX_LIVE and self._chance.random() < 0.5:
             self._begin()
         if self._live:
@@ -129,7 +129,7 @@ class ChaosClient:
         request.table.start_with(shared)
         if request.prefix is not None:
             request.num_computed = request.prefix.num_tokens
-            request.root = request.prefix.link.root
+            request.root = request.prefix.root
             self._stats.add("hits", len(shared))
         self._live.append(request)
 

@@ -165,6 +165,41 @@ def test_d12_cold_and_every_kind_of_hit_give_the_same_tokens(
     check(one, theirs)
 
 
+# -- requests that must not ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine_names", [("one", "one"), ("one", "another")])
+def test_d7_only_requests_of_the_same_salt_hit(
+    empty_daemon: Daemon,
+    engines: Mapping[str, Engine],
+    m_rand_dir: Path,
+    engine_names: tuple[str, str],
+) -> None:
+    """Each salt is cold once, whoever computed the others, and warm the second time."""
+    first, second = (engines[name] for name in engine_names)
+    salts: list[str | None] = [None, "", "A", "B", "AB", "m-rand", "\0", "\N{SNOWMAN}"]
+    job = solo_job(first, m_rand_dir, make_prompt(100, 4350), 6)
+    for engine, cached in ((first, 0), (second, len(job.prompt) - 1)):
+        for salt in salts:
+            answer = engine.generate(job.prompt, cache_salt=salt, **job.options)
+            job.check(answer)
+            assert answer.done.cached_tokens == cached, salt
+
+
+def test_d7_requests_of_two_salts_share_nothing_at_the_same_time_either(
+    empty_daemon: Daemon, engines: Mapping[str, Engine], m_rand_dir: Path
+) -> None:
+    """Not within one worker, before anything is sealed."""
+    engine = engines["one"]
+    job = solo_job(engine, m_rand_dir, make_prompt(110, 4360), 40)
+    options = {**job.options, "max_tokens": 40}
+    streams = [engine.stream(job.prompt, cache_salt=salt, **options) for salt in ("A", "B", None)]
+    for stream in streams:
+        answer = stream.result()
+        job.check(answer)
+        assert answer.done.cached_tokens == 0
+
+
 # -- engines that must not ------------------------------------------------------------------------
 
 

@@ -345,6 +345,10 @@ def test_prompt_that_ends_every_engine_fails_at_last(
     args = ("--model", model, "--prompts", tmp_path / "one.jsonl", "--no-wait")
     job = ctl.json("warmup", *args)[1]["job_id"]
     assert ctl.run("wait", job, "--timeout", "10ms")[0] == TIMED_OUT
+    wait_until(
+        lambda: any(m.model_name == "poisoned" for m in module_daemon.status().models),
+        "it is loaded",
+    )
     for _ in range(3):
         with Provider(module_daemon, digest(ctl, "poisoned"), lambda _: {"state": 2}):
             pass
@@ -558,11 +562,20 @@ def test_unknown_job_is_exit_4(ctl: Ctl, verb: str) -> None:
     assert data["error"]["message"] == "job 999999 is not known"
 
 
+def test_a_kick_ends_one_connection(ctl: Ctl, module_daemon: Daemon) -> None:
+    """By its number, as `clients` shows it; an unknown one is exit 4."""
+    with module_daemon.client() as observer:
+        number = observer.hello.client_id
+        assert ctl.json("kick", number)[0] == OK
+        wait_until(lambda: observer.is_lost, "it is told")
+        assert ctl.json("kick", number)[0] == UNKNOWN
+
+
 @pytest.mark.parametrize(
     "args",
     [
         ["status"], ["models"], ["clients"], ["jobs"], ["wait", "1"], ["cancel", "1"],
-        ["is-warm", "x"], ["evict"], ["shutdown"],
+        ["is-warm", "x"], ["evict"], ["kick", "1"], ["shutdown"],
     ],
     ids=lambda args: args[0],
 )  # fmt: skip
@@ -609,7 +622,7 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for verb in (
         "status", "models", "clients", "jobs", "warmup", "wait", "cancel", "is-warm", "evict",
-        "shutdown", "version",
+        "kick", "shutdown", "version",
     ):  # fmt: skip
         assert f"    {verb} " in out
     assert "130 interrupted" in out

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachewarmd.keys import Stamp, block_key, chain_keys, root_key, tail_keys
+from cachewarmd.keys import Stamp, block_key, chain_keys, peer_salt, root_key, tail_keys
 from tests.daemon import environment
 
 STAMP = Stamp("v1", "ab" * 32, "cd" * 32, "f32", "none", "layout", "ref-1")
@@ -50,6 +50,21 @@ def test_roots_are_injective_in_their_fields() -> None:
         for tenant, salt, adapter in itertools.product(texts, [None, *texts], texts)
     ]
     assert len(set(roots)) == len(roots)
+
+
+@given(st.text(), st.text())
+def test_any_text_is_a_salt_or_a_tenant(tenant: str, salt: str) -> None:
+    """Also what UTF-8 can't hold; and it makes another root than none."""
+    roots = {root_key(SALT, STAMP.digest(), *domain) for domain in ((tenant, salt), (tenant, None))}
+    assert len(roots) == 2
+    assert root_key(SALT, STAMP.digest(), "\ud800", "\udfff")
+
+
+def test_two_users_get_two_salts() -> None:
+    """Neither is the pool's own; the same user always gets the same."""
+    salts = [peer_salt(SALT, uid) for uid in (0, 1, 65534, 0)]
+    assert len({SALT, *salts}) == 4
+    assert salts[0] == salts[3]
 
 
 def test_root_depends_on_the_secret_and_the_stamp() -> None:

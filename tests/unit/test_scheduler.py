@@ -418,6 +418,20 @@ def test_a_request_that_bypasses_the_cache_shares_with_its_own_samples_only(
     assert sorted(starts.values()) == [0, 0, 39, 39]
 
 
+@pytest.mark.parametrize("field", ["cache_salt", "tenant"])
+def test_d7_requests_of_two_domains_share_no_private_block(field: str) -> None:
+    """Within one worker too; those of one domain do share, and unset is not empty."""
+    texts = ["A", "A", "B", ""] if field == "tenant" else ["A", "A", "B", "", None]
+    engine = Engine()
+    for number, text in enumerate(texts):
+        engine.add(f"r{number}", prompt_ids=[*COMMON, number], **{field: text})
+    engine.admit()
+    assert engine.running == [f"r{n}" for n in range(len(texts)) if n != 1], "r1 waits for r0"
+    engine.run()
+    starts = {chunk.sequence: chunk.start for step in reversed(engine.steps) for chunk in step}
+    assert [bool(start) for start in starts.values()].count(True) == 1
+
+
 def test_an_urgent_request_does_not_wait_for_a_less_urgent_prefill() -> None:
     """That one may itself be waiting for the budget that others use up."""
     engine = Engine(num_blocks=200, prefill_chunk=8)

@@ -24,6 +24,7 @@ SERVICES = [unit for unit in UNITS if unit.suffix == ".service"]
 EXAMPLES = sorted((SYSTEMD / "examples").iterdir())
 FDSTORE = SYSTEMD / "254" / "cachewarmd.service.d" / "fdstore.conf"
 DAEMON, ENGINE = SYSTEMD / "cachewarmd.service", SYSTEMD / "cachewarm-engine.service"
+DOMAIN = SYSTEMD / "cachewarmd@.service"  # a daemon for each trust domain
 WORKERS = sorted(SYSTEMD.glob("cachewarm-worker-*@.service"))
 # Of 10.0, in tenths; systemd calls up to 4.9 "OK".
 MAX_EXPOSURE = 20
@@ -175,7 +176,11 @@ def test_g12_every_runtime_directory_has_one_owner_and_outlives_it() -> None:
             assert folder not in owners, f"{folder}: {owners.get(folder)} and {unit.name}"
             owners[folder] = unit.name
             assert found.get("RuntimeDirectoryPreserve") == ["yes"], unit.name
-    assert owners == {"cachewarm": DAEMON.name, "cachewarm-engine": ENGINE.name}
+    assert owners == {
+        "cachewarm": DAEMON.name,
+        "cachewarm-engine": ENGINE.name,
+        "cachewarmd-%i": DOMAIN.name,
+    }
 
 
 def test_g12_no_sharer_hides_what_it_shares() -> None:
@@ -188,14 +193,14 @@ def test_g12_no_sharer_hides_what_it_shares() -> None:
             text = " ".join([*command_of(found), *environ_of(found).values()])
             assert "/tmp" not in text, unit.name
             # Without it the default for sockets would be below /tmp.
-            assert unit in WORKERS or unit == DAEMON or "XDG_RUNTIME_DIR" in environ_of(found)
+            assert unit in (*WORKERS, DAEMON, DOMAIN) or "XDG_RUNTIME_DIR" in environ_of(found)
         if users.count(found["User"]) > 1:
             assert "RemoveIPC" not in found, unit.name
 
 
 def test_services_write_only_below_directories_of_their_own() -> None:
     """Under ProtectSystem=strict all else is read-only: sockets and locks lie in these."""
-    for unit in (DAEMON, ENGINE):
+    for unit in (DAEMON, DOMAIN, ENGINE):
         found = settings(
             unit, *([SYSTEMD / "examples/cachewarm-engine-roles.conf"] * (unit == ENGINE))
         )
@@ -204,8 +209,9 @@ def test_services_write_only_below_directories_of_their_own() -> None:
         own += found.get("ReadWritePaths", [])
         environ = environ_of(found)
         made = [environ.get("XDG_RUNTIME_DIR"), environ.get("CACHEWARM_ENGINE_WORKER_SOCKET")]
-        if unit == DAEMON:
+        if unit != ENGINE:
             made = [command_of(found)[command_of(found).index("--socket") + 1]]
+            own = [path.replace("%i", "1") for path in own]
         for path in made:
             assert path is not None
             assert any(Path(path).is_relative_to(folder) for folder in own), (unit.name, path)
@@ -236,6 +242,29 @@ def test_socket_unit_and_daemon_mean_the_same_socket() -> None:
     for unit in (ENGINE, *WORKERS):
         environ = environ_of(settings(unit))
         assert environ["CACHEWARM_ENGINE_CACHEWARMD"] == control["ListenStream"][0]
+
+
+@pytest.mark.parametrize("kind", ["service", "socket"])
+def test_a_trust_domains_daemon_is_the_daemon_under_other_names(kind: str) -> None:
+    """As hardened and as limited; but its users, its socket and its settings are its own."""
+    daemon = settings(SYSTEMD / f"cachewarmd.{kind}")
+    domain = settings(SYSTEMD / f"cachewarmd@.{kind}")
+    assert domain.keys() == daemon.keys()
+    differs = {key for key in daemon if domain[key] != daemon[key]}
+    names = {
+        "service": {"Requires", "After", "EnvironmentFile", "ExecStart", "User", "Group"},
+        "socket": {"ListenStream", "SocketUser", "SocketGroup"},
+    }[kind]
+    assert differs - {"Description", "RuntimeDirectory", "Also"} == names
+    assert all("%i" in text for key in differs for text in domain[key])
+
+
+def test_a_trust_domains_socket_and_daemon_mean_the_same() -> None:
+    """Path, user and group."""
+    domain, control = settings(DOMAIN), settings(SYSTEMD / "cachewarmd@.socket")
+    command = domain["ExecStart"][0].split()
+    assert control["ListenStream"] == [command[command.index("--socket") + 1]]
+    assert (control["SocketUser"], control["SocketGroup"]) == (domain["User"], domain["Group"])
 
 
 def test_nobody_waits_for_who_waits_for_him() -> None:
@@ -270,7 +299,7 @@ def test_prompts_reach_no_core_file_and_settings_may_be_absent(unit: Path) -> No
 def test_notifying_services_are_watched() -> None:
     """READY=1 from the main process only, and a watchdog."""
     notifying = [unit for unit in SERVICES if settings(unit)["Type"] == ["notify"]]
-    assert notifying == [ENGINE, DAEMON]
+    assert notifying == [ENGINE, DAEMON, DOMAIN]
     for found in map(settings, notifying):
         assert found["NotifyAccess"] == ["main"]
         assert options.seconds(found["WatchdogSec"][0]) >= 10

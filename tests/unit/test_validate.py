@@ -97,6 +97,9 @@ FIELDS: dict[str, tuple[dict[str, Any], Callable[[Submit], Any], Any]] = {
         [9],
     ),
     "bypass": ({"cache_bypass_prefix_cache": True}, lambda s: s.bypass_cache, True),
+    "cache_salt": ({"cache_cache_salt": "A"}, lambda s: s.domain, ("", "A")),
+    "no salt": ({}, lambda s: s.domain, ("", None)),
+    "empty salt": ({"cache_cache_salt": ""}, lambda s: s.domain, ("", "")),
     "urgency": ({"urgency": pb.URGENCY_BACKGROUND}, lambda s: s.urgency, 3),
     "priority": ({"priority": -5}, lambda s: s.priority, -5),
 }
@@ -130,6 +133,7 @@ BOUNDS: list[tuple[str, list[Any], list[Any]]] = [
     ("stopping_stop", [["a"] * 64, ["x" * 4096]], [["a"] * 65, ["x" * 4097], ["a", ""]]),
     ("stopping_stop_token_ids", [[0, 511], [5] * 1024], [[512], [(1 << 32) - 1], [5] * 1025]),
     ("request_id", ["x" * 128], ["x" * 129]),
+    ("cache_cache_salt", ["", "x" * 256], ["x" * 257]),
     ("urgency", [0, 1, 2, 3], [4, -1]),
     ("priority", [-(1 << 31), (1 << 31) - 1], []),
 ]
@@ -156,7 +160,7 @@ def test_a_value_beyond_the_bound_is_refused_by_name(name: str, bad: Any) -> Non
         submits(request(**{name: bad}))
     ((field, text),) = caught.value.violations
     group, _, rest = name.partition("_")
-    assert field == (f"{group}.{rest}" if group in ("sampling", "stopping") else name)
+    assert field == (f"{group}.{rest}" if group in ("sampling", "stopping", "cache") else name)
     shown, _, allowed = text.partition(" is not allowed: ")
     assert allowed
     if isinstance(bad, str):

@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_job(waiting)
     _add_timeout(waiting)
     _add_job(add("cancel", verbs.cancel))
+    add("kick", verbs.kick).add_argument(
+        "client",
+        type=_argument(options.integer(1, (1 << 64) - 1)),
+        metavar="CLIENT",
+        help="its number, as `clients` shows it",
+    )
     add("is-warm", verbs.is_warm).add_argument(
         "model", metavar="MODEL", help="a model directory, or the name of a loaded model"
     )

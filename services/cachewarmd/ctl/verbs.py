@@ -107,6 +107,14 @@ def evict(args: argparse.Namespace, output: Output) -> int:
     return EXIT_OK
 
 
+def kick(args: argparse.Namespace, output: Output) -> int:
+    """End a client's connection; it may come back."""
+    _ask(args, pb.ROLE_ADMIN, pb.Envelope(kick=pb.Kick(client_id=args.client)))
+    text = f"client {args.client} is disconnected; its leases end when its process does, or in 60 s"
+    output.answer({"client_id": args.client}, lambda console: console.print(text))
+    return EXIT_OK
+
+
 @contextlib.contextmanager
 def directory(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -68,6 +68,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return draw
 
 
+def _files(model: pb.ModelStatus) -> str:
+    if not model.files_present:
+        return "missing"
+    return "changed" if model.files_changed else "present"
+
+
 def models(status: pb.StatusReply) -> Draw:
     """Weights in memory."""
     columns = (
@@ -88,7 +94,7 @@ def models(status: pb.StatusReply) -> Draw:
             model.weights_sha256,
             human_bytes(model.segment_bytes),
             human_bytes(model.huge_bytes),
-            "present" if model.files_present else "missing",
+            _files(model),
             model.num_clients,
             "yes" if model.superseded else "",
             model.plan,
@@ -100,7 +106,7 @@ def models(status: pb.StatusReply) -> Draw:
 
 def clients(status: pb.StatusReply) -> Draw:
     """Connections."""
-    columns = ("client", "name", "role", "pid", "uid", "leases", "provides")
+    columns = ("client", "name", "role", "pid", "uid", "leases", "holds", "provides")
     rows = [
         (
             client.client_id,
@@ -109,6 +115,7 @@ def clients(status: pb.StatusReply) -> Draw:
             client.pid,
             client.uid,
             client.num_leases,
+            human_bytes(client.held_bytes),
             "yes" if client.is_provider else "no",
         )
         for client in status.clients
@@ -139,9 +146,10 @@ def _pool(status: pb.StatusReply) -> Draw:
         for state in sorted(pool.bytes)
         if pool.bytes[state] or state in ("free", "sealed")
     ]
+    locked = "locked" if pool.locked else "not locked"
     title = (
         f"pool: {human_bytes(pool.pool_bytes)}, {human_bytes(pool.committed_bytes)} allocated "
-        f"({human_bytes(pool.huge_bytes)} on huge pages), "
+        f"({human_bytes(pool.huge_bytes)} on huge pages, {locked}), "
         f"{pool.num_extents_free} of {pool.num_extents} extents unused"
     )
     return table(title, ("state", "blocks", "size"), rows)

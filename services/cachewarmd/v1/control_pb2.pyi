@@ -70,7 +70,7 @@ ITEM_STATE_FAILED: ItemState
 ITEM_STATE_CANCELLED: ItemState
 
 class Envelope(_message.Message):
-    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "reattach", "reattach_reply", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job", "snapshot_save", "snapshot_load", "snapshot_reply", "verify", "verify_reply", "work_progress")
+    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "reattach", "reattach_reply", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job", "snapshot_save", "snapshot_load", "snapshot_reply", "verify", "verify_reply", "work_progress", "kick")
     ID_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     NUM_FDS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class Envelope(_message.Message):
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     VERIFY_REPLY_FIELD_NUMBER: _ClassVar[int]
     WORK_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    KICK_FIELD_NUMBER: _ClassVar[int]
     id: int
     more: bool
     num_fds: int
@@ -159,7 +160,8 @@ class Envelope(_message.Message):
     verify: Verify
     verify_reply: VerifyReply
     work_progress: WorkProgress
-    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., reattach: _Optional[_Union[Reattach, _Mapping]] = ..., reattach_reply: _Optional[_Union[ReattachReply, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ..., snapshot_save: _Optional[_Union[SnapshotSave, _Mapping]] = ..., snapshot_load: _Optional[_Union[SnapshotLoad, _Mapping]] = ..., snapshot_reply: _Optional[_Union[SnapshotReply, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., verify_reply: _Optional[_Union[VerifyReply, _Mapping]] = ..., work_progress: _Optional[_Union[WorkProgress, _Mapping]] = ...) -> None: ...
+    kick: Kick
+    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., reattach: _Optional[_Union[Reattach, _Mapping]] = ..., reattach_reply: _Optional[_Union[ReattachReply, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ..., snapshot_save: _Optional[_Union[SnapshotSave, _Mapping]] = ..., snapshot_load: _Optional[_Union[SnapshotLoad, _Mapping]] = ..., snapshot_reply: _Optional[_Union[SnapshotReply, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., verify_reply: _Optional[_Union[VerifyReply, _Mapping]] = ..., work_progress: _Optional[_Union[WorkProgress, _Mapping]] = ..., kick: _Optional[_Union[Kick, _Mapping]] = ...) -> None: ...
 
 class Ok(_message.Message):
     __slots__ = ()
@@ -618,6 +620,12 @@ class VerifyReply(_message.Message):
     num_failures: int
     def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_failures: _Optional[int] = ...) -> None: ...
 
+class Kick(_message.Message):
+    __slots__ = ("client_id",)
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    client_id: int
+    def __init__(self, client_id: _Optional[int] = ...) -> None: ...
+
 class Shutdown(_message.Message):
     __slots__ = ("only_if_unused",)
     ONLY_IF_UNUSED_FIELD_NUMBER: _ClassVar[int]
@@ -629,7 +637,7 @@ class Status(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("pool_bytes", "committed_bytes", "num_extents", "num_extents_free", "blocks", "bytes", "page_bytes", "huge_bytes")
+    __slots__ = ("pool_bytes", "committed_bytes", "num_extents", "num_extents_free", "blocks", "bytes", "page_bytes", "huge_bytes", "locked", "small_pages_because")
     class BlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -652,6 +660,8 @@ class PoolStatus(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HUGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOCKED_FIELD_NUMBER: _ClassVar[int]
+    SMALL_PAGES_BECAUSE_FIELD_NUMBER: _ClassVar[int]
     pool_bytes: int
     committed_bytes: int
     num_extents: int
@@ -660,10 +670,12 @@ class PoolStatus(_message.Message):
     bytes: _containers.ScalarMap[str, int]
     page_bytes: int
     huge_bytes: int
-    def __init__(self, pool_bytes: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., num_extents: _Optional[int] = ..., num_extents_free: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., bytes: _Optional[_Mapping[str, int]] = ..., page_bytes: _Optional[int] = ..., huge_bytes: _Optional[int] = ...) -> None: ...
+    locked: bool
+    small_pages_because: str
+    def __init__(self, pool_bytes: _Optional[int] = ..., committed_bytes: _Optional[int] = ..., num_extents: _Optional[int] = ..., num_extents_free: _Optional[int] = ..., blocks: _Optional[_Mapping[str, int]] = ..., bytes: _Optional[_Mapping[str, int]] = ..., page_bytes: _Optional[int] = ..., huge_bytes: _Optional[int] = ..., locked: _Optional[bool] = ..., small_pages_because: _Optional[str] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
-    __slots__ = ("model_name", "version", "weights_sha256", "layout", "segment_bytes", "files_present", "loaded_unix_ms", "plan", "num_clients", "huge_bytes", "superseded")
+    __slots__ = ("model_name", "version", "weights_sha256", "layout", "segment_bytes", "files_present", "loaded_unix_ms", "plan", "num_clients", "huge_bytes", "superseded", "files_changed")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
@@ -675,6 +687,7 @@ class ModelStatus(_message.Message):
     NUM_CLIENTS_FIELD_NUMBER: _ClassVar[int]
     HUGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    FILES_CHANGED_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     version: str
     weights_sha256: str
@@ -686,7 +699,8 @@ class ModelStatus(_message.Message):
     num_clients: int
     huge_bytes: int
     superseded: bool
-    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., layout: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., files_present: _Optional[bool] = ..., loaded_unix_ms: _Optional[int] = ..., plan: _Optional[str] = ..., num_clients: _Optional[int] = ..., huge_bytes: _Optional[int] = ..., superseded: _Optional[bool] = ...) -> None: ...
+    files_changed: bool
+    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., layout: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., files_present: _Optional[bool] = ..., loaded_unix_ms: _Optional[int] = ..., plan: _Optional[str] = ..., num_clients: _Optional[int] = ..., huge_bytes: _Optional[int] = ..., superseded: _Optional[bool] = ..., files_changed: _Optional[bool] = ...) -> None: ...
 
 class StampStatus(_message.Message):
     __slots__ = ("stamp", "description", "slot_bytes", "block_size", "num_blocks", "superseded")
@@ -705,7 +719,7 @@ class StampStatus(_message.Message):
     def __init__(self, stamp: _Optional[str] = ..., description: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., superseded: _Optional[bool] = ...) -> None: ...
 
 class ClientStatus(_message.Message):
-    __slots__ = ("client_id", "name", "role", "pid", "uid", "num_leases", "is_provider")
+    __slots__ = ("client_id", "name", "role", "pid", "uid", "num_leases", "is_provider", "held_bytes", "max_held_bytes")
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -713,6 +727,8 @@ class ClientStatus(_message.Message):
     UID_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     IS_PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     client_id: int
     name: str
     role: str
@@ -720,7 +736,9 @@ class ClientStatus(_message.Message):
     uid: int
     num_leases: int
     is_provider: bool
-    def __init__(self, client_id: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_provider: _Optional[bool] = ...) -> None: ...
+    held_bytes: int
+    max_held_bytes: int
+    def __init__(self, client_id: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_provider: _Optional[bool] = ..., held_bytes: _Optional[int] = ..., max_held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "pool", "models", "stamps", "clients", "counters", "num_jobs_active")

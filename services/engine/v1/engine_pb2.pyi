@@ -93,10 +93,12 @@ class ResponseOptions(_message.Message):
     def __init__(self, return_token_ids: _Optional[bool] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("bypass_prefix_cache",)
+    __slots__ = ("bypass_prefix_cache", "cache_salt")
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     bypass_prefix_cache: bool
-    def __init__(self, bypass_prefix_cache: _Optional[bool] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, bypass_prefix_cache: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "response", "cache", "urgency", "priority", "continue_from", "expected_weights_sha256")

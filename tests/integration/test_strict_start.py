@@ -1,0 +1,88 @@
+"""What the host does not give: a warning with numbers, or a refused start under --strict."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.daemon import NOBODY, Daemon, StartFailedError, wait_until
+
+MIB = 1 << 20
+FEW_LOCKED = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 65536))"
+NO_HUGE_PAGES = "import cachewarmd.huge_pages as h; h._collapse = lambda address: 'not here'"
+
+
+def unprivileged(folder: Path) -> int | None:
+    """Root may lock what it wants: so somebody else, who then needs the directory."""
+    if os.getuid() != 0:
+        return None
+    os.chown(folder, NOBODY, NOBODY)
+    return NOBODY
+
+
+def refused(daemon: Daemon) -> str:
+    with pytest.raises(StartFailedError) as caught:
+        daemon.start()
+    assert caught.value.returncode == 1
+    return caught.value.stderr
+
+
+def test_g8_too_little_lockable_memory_is_told_with_both_numbers(short_dir: Path) -> None:
+    """Lenient: a warning, and the status says so. Strict or required: no start."""
+    uid = unprivileged(short_dir)
+    numbers = f"{64 * MIB} bytes are to be locked, RLIMIT_MEMLOCK allows 65536"
+    with Daemon(short_dir / "a", "64MiB", prelude=FEW_LOCKED, uid=uid) as daemon:
+        assert numbers in daemon.log()
+        assert not daemon.status().pool.locked
+    for flags in (["--lock", "require"], ["--strict"]):
+        daemon = Daemon(short_dir / "b", "64MiB", flags, prelude=FEW_LOCKED, uid=uid)
+        assert numbers in refused(daemon)
+    with Daemon(short_dir / "c", "64MiB", ["--lock=off"], prelude=FEW_LOCKED, uid=uid) as daemon:
+        assert numbers not in daemon.log()
+
+
+def test_a_pool_that_may_be_locked_is_locked(short_dir: Path) -> None:
+    """As the kernel counts it, not as we say; off leaves it alone."""
+    for lock, is_locked in (("auto", True), ("off", False)):
+        with Daemon(short_dir / lock, "128MiB", ["--lock", lock]) as daemon:
+            wait_until(lambda d=daemon: d.status().pool.committed_bytes == 128 * MIB, "the pool")
+            if is_locked:
+                if "pool_not_locked" in daemon.log():
+                    pytest.skip("this user may not lock 128 MiB")
+                wait_until(lambda d=daemon: d.status().pool.locked, "it is locked")
+            lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
+            locked = next(int(line.split()[1]) for line in lines if line.startswith("VmLck:"))
+            assert locked == (128 * 1024 if is_locked else 0)
+            assert daemon.status().pool.locked is is_locked
+
+
+def test_g7_no_huge_pages_is_a_small_loss_or_no_start(short_dir: Path) -> None:
+    """Lenient: the status shows what is huge and why no more. Strict: no start."""
+    with Daemon(short_dir / "a", "64MiB", prelude=NO_HUGE_PAGES) as daemon:
+        pool = daemon.status().pool
+        assert (pool.huge_bytes, pool.page_bytes) == (0, 4096)
+        assert pool.small_pages_because == "not here"
+        wait_until(lambda: "not here" in daemon.log(), "the log line")
+    strict = Daemon(short_dir / "b", "64MiB", ["--strict", "--lock=off"], prelude=NO_HUGE_PAGES)
+    assert "the pool gets no huge pages: not here" in refused(strict)
+
+
+def test_what_can_not_be_kept_is_counted_and_under_strict_no_start(short_dir: Path) -> None:
+    """A fd store that is too small would lose warmth at the next restart, silently."""
+    small = "import cachewarmd.program as p; p._store_room = lambda environ: {}"
+    enabled = "import cachewarmd.notify as n; n.Notifier.store_fd = lambda self, name, fd: True"
+    store = "import os; os.environ['NOTIFY_SOCKET'] = '@cachewarm-test-nobody-listens'"
+    for room, missing in ((0, True), (64, False)):
+        prelude = "\n".join((small.format(room), enabled, store))
+        with Daemon(short_dir / "a", "64MiB", prelude=prelude) as daemon:
+            assert bool(daemon.status().counters["fds_not_stored"]) is missing
+            assert ("fd_store_is_full" in daemon.log()) is missing
+    strict = ["--strict", "--lock=off"]
+    prelude = "\n".join(
+        (small.format(0), enabled, store, NO_HUGE_PAGES.replace("'not here'", "''"))
+    )
+    assert "the fd store is full" in refused(
+        Daemon(short_dir / "b", "64MiB", strict, prelude=prelude)
+    )
