@@ -27,14 +27,18 @@ from cachewarmd.weights import Progress
 CODE = "import sys; from cachewarmd.packer import main; main(int(sys.argv[1]))"
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Small = Annotated[int, msgspec.Meta(ge=0, le=4095)]
+
+
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
     """A line from a packer. It reads files of others, so it is not believed to be well-formed."""
 
     fits: bool = False
-    progress: tuple[str, int, int] | None = None
-    error: int | None = None
+    progress: tuple[str, _Count, _Count] | None = None
+    error: _Small | None = None
     message: str = ""
-    errno: Annotated[int, msgspec.Meta(ge=0, le=4095)] | None = None
+    errno: _Small | None = None
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
     identities: list[FileIdentity] = []
 
@@ -94,7 +98,10 @@ class _Process:
                 for line in lines:
                     if not line.endswith(b"\n"):
                         break  # killed while it wrote
-                    if (result := self._take(_parse(line), progress, obtain)) is not None:
+                    if (said := _parse(line)) is None:
+                        self.kill()  # whoever waits for its end must not wait for long
+                        break
+                    if (result := self._take(said, progress, obtain)) is not None:
                         return result
         except ConnectionError:
             pass
@@ -113,16 +120,15 @@ class _Process:
             raise OSError(said.errno, os.strerror(said.errno))
         elif said.sha256 is not None:
             return bytes.fromhex(said.sha256), said.identities
-        else:
-            raise EOFError
         return None
 
 
-def _parse(line: bytes) -> _Said:
+def _parse(line: bytes) -> _Said | None:
+    """None: it makes no sense."""
     try:
         return msgspec.json.decode(line, type=_Said)
-    except (msgspec.MsgspecError, RecursionError) as exc:
-        raise EOFError from exc
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 class Packers:
