@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -75,6 +76,7 @@ class Run:
 
 
 def _resident_bytes() -> int:
+    gc.collect()  # what is no longer in use may wait for that with its maps
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
