@@ -70,6 +70,7 @@ class Run:
     def _end(self, status: int, **more: object) -> NoReturn:
         seconds = round(time.monotonic() - self._started, 2)
         report = {"target": self._name, "runs": self._num_done, "seconds": seconds, **more}
+        report["cpu_seconds"] = round(time.process_time(), 2)
         print(json.dumps(report), flush=True)
         # libFuzzer would take the end of Python for a crash.
         os._exit(status)

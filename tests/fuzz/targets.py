@@ -16,6 +16,7 @@ class Entry:
     guide: str
     # Also what values are compared with; not where whole arrays are compared, which atheris leaks.
     sees_comparisons: bool = True
+    cost: int = 1  # of an input; the dear ones are started first
 
     def make(self) -> Target:
         """Imports what is fuzzed, so that a fuzzer can instrument it before."""
@@ -25,8 +26,8 @@ class Entry:
 
 TARGETS = {
     "frames": Entry("frames", "cachewarmd"),
-    "verbs": Entry("verbs", "cachewarmd", sees_comparisons=False),
-    "records": Entry("records", "cachewarmd", sees_comparisons=False),
+    "verbs": Entry("verbs", "cachewarmd", sees_comparisons=False, cost=10),
+    "records": Entry("records", "cachewarmd", sees_comparisons=False, cost=10),
     "catalog": Entry("catalog", "cachewarmd"),
     "pack_plan": Entry("pack_plan", "cachewarmd"),
     "safetensors": Entry("safetensors", "cachewarmd"),
