@@ -148,6 +148,8 @@ def _look(is_plain: bool) -> None:
         pass
     for epoch, client_id in list(quarantine._orphans):
         quarantine.end(epoch, client_id, 1)
+    for lease in list(store._leases):  # the lookups', and of clients of other processes
+        store.release(lease)
     store.evict(lambda _: True)
     assert not store._index, "a block that nothing holds can't be evicted"
     assert pool.num_free == len(pool.extents), "a block is gone, its extent is not free"
