@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
+
+from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES, round_slot_bytes
+
 
 @dataclass(frozen=True)
 class StampInfo:
@@ -24,10 +28,33 @@ class StampInfo:
         return {**told, "stamp": self.stamp.hex(), "weights_sha256": self.weights_sha256.hex()}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> StampInfo:
-        """Back from `to_json`."""
-        stamp, weights = (bytes.fromhex(told[name]) for name in ("stamp", "weights_sha256"))
-        return cls(**{**told, "stamp": stamp, "weights_sha256": weights})
+    def from_json(cls, told: Any) -> StampInfo:
+        """Back from `to_json`. Raises ValueError for what can't be that."""
+        try:
+            hexes = {name: bytes.fromhex(told[name]) for name in ("stamp", "weights_sha256")}
+            info = msgspec.convert({**told, **hexes}, cls)
+        except (KeyError, TypeError, msgspec.ValidationError) as exc:
+            raise ValueError(f"a stamp is malformed: {exc}") from exc
+        if (
+            len(info.stamp) != KEY_BYTES
+            or not 0 < info.block_bytes <= EXTENT_BYTES
+            or info.slot_bytes != round_slot_bytes(info.block_bytes)
+            or not 0 < info.block_size < 1 << 32
+        ):
+            raise ValueError("a stamp's sizes can't be")
+        return info
+
+
+def stamps_from_json(told: Any) -> list[StampInfo]:
+    """All of a catalog, in their order. Raises ValueError for what can't be that."""
+    if not isinstance(told, list):
+        raise ValueError("the stamps are no list")
+    infos = [StampInfo.from_json(item) for item in told]
+    if [info.stamp_id for info in infos] != list(range(len(infos))):
+        raise ValueError("stamps are numbered in their order")
+    if len({info.stamp for info in infos}) != len(infos):
+        raise ValueError("a stamp stands twice")
+    return infos
 
 
 @dataclass(eq=False, slots=True)

@@ -70,7 +70,11 @@ class Catalog:
         payload = os.pread(self.fd, size, offset + _HEAD.size)
         if digest != _digest(number, payload):
             return None
-        return number, json.loads(payload)
+        try:
+            content = json.loads(payload)
+        except (ValueError, RecursionError):
+            return None
+        return (number, content) if isinstance(content, dict) else None
 
     def close(self) -> None:
         os.close(self.fd)

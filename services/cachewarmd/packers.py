@@ -7,7 +7,6 @@ Python to start. Threads that load call `read`; the daemon's loop the rest.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from cachewarmd.errors import InternalError, ShuttingDownError, from_wire
 from cachewarmd.packer import REQUEST
@@ -24,6 +25,22 @@ from cachewarmd.weight_files import FileIdentity
 from cachewarmd.weights import Progress
 
 CODE = "import sys; from cachewarmd.packer import main; main(int(sys.argv[1]))"
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Small = Annotated[int, msgspec.Meta(ge=0, le=4095)]
+
+
+class _Said(msgspec.Struct, forbid_unknown_fields=True):
+    """A line from a packer. It reads files of others, so it is not believed to be well-formed."""
+
+    fits: bool = False
+    progress: tuple[str, _Count, _Count] | None = None
+    error: _Small | None = None
+    message: str = ""
+    errno: _Small | None = None
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    identities: list[FileIdentity] = []
 
 
 class _Process:
@@ -68,7 +85,10 @@ class _Process:
         obtain: Callable[[], int],
         follow: bool,
     ) -> tuple[bytes, list[FileIdentity]]:
-        """As `weights.read_files`. Raises EOFError when the process ends before it is done."""
+        """As `weights.read_files`.
+
+        Raises EOFError when the process ends before it is done, or says what makes no sense.
+        """
         serialized = b"" if plan is None else plan.SerializeToString()
         try:
             head = REQUEST.pack(len(serialized), plan is not None, follow)
@@ -78,31 +98,36 @@ class _Process:
                 for line in lines:
                     if not line.endswith(b"\n"):
                         break  # killed while it wrote
-                    if (result := self._take(json.loads(line), progress, obtain)) is not None:
+                    if (said := _parse(line)) is None:
+                        self.kill()  # whoever waits for its end must not wait for long
+                        break
+                    if (result := self._take(said, progress, obtain)) is not None:
                         return result
         except ConnectionError:
             pass
         raise EOFError
 
     def _take(
-        self, message: dict[str, Any], progress: Progress, obtain: Callable[[], int]
+        self, said: _Said, progress: Progress, obtain: Callable[[], int]
     ) -> tuple[bytes, list[FileIdentity]] | None:
-        match message:
-            case {"progress": [phase, done, total]}:
-                progress(phase, done, total)
-            case {"fits": True}:
-                socket.send_fds(self._sock, [b"m"], [obtain()])
-            case {"error": code, "message": text}:
-                raise from_wire(pb.ErrorReply(code=code, message=text))
-            case {"errno": number}:
-                raise OSError(number, os.strerror(number))
-            case {"sha256": digest, "identities": identities}:
-                return bytes.fromhex(digest), [
-                    (name, dev, inode, size, mtime, ctime)
-                    for name, dev, inode, size, mtime, ctime in identities
-                ]
-            case _:
-                raise AssertionError(f"a packer says {message}")
+        if said.progress is not None:
+            progress(*said.progress)
+        elif said.fits:
+            socket.send_fds(self._sock, [b"m"], [obtain()])
+        elif said.error is not None:
+            raise from_wire(pb.ErrorReply(code=said.error, message=said.message))
+        elif said.errno is not None:
+            raise OSError(said.errno, os.strerror(said.errno))
+        elif said.sha256 is not None:
+            return bytes.fromhex(said.sha256), said.identities
+        return None
+
+
+def _parse(line: bytes) -> _Said | None:
+    """None: it makes no sense."""
+    try:
+        return msgspec.json.decode(line, type=_Said)
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 

@@ -19,6 +19,8 @@ from cachewarmd.failpoints import hit, may_fail
 from cachewarmd.huge_pages import Huge
 from cachewarmd.layout import EXTENT_BYTES, RECORDS_PER_EXTENT, BlockState
 
+_STATE_NAMES = {int(state): state.name.lower() for state in BlockState}
+
 
 @dataclass(eq=False)
 class Extent:
@@ -312,19 +314,20 @@ class Pool:
 
     def usage(self) -> tuple[Counter[str], Counter[str]]:
         """Blocks and bytes by state, from the records themselves."""
-        blocks: Counter[str] = Counter({state.name.lower(): 0 for state in BlockState})
-        sizes: Counter[str] = Counter(blocks)
+        blocks = Counter(dict.fromkeys(_STATE_NAMES.values(), 0))
+        sizes = Counter(blocks)
         for extent in self.extents:
-            used = 0
+            sizes["free"] += EXTENT_BYTES
+            if not extent.slot_bytes:
+                continue
             first = extent.number * RECORDS_PER_EXTENT
             states = self.records["state"][first : first + extent.num_slots]
-            for state in BlockState:
-                count = int((states == state).sum())
-                blocks[state.name.lower()] += count
-                if state is not BlockState.FREE:
-                    sizes[state.name.lower()] += count * extent.slot_bytes
-                    used += count * extent.slot_bytes
-            sizes["free"] += EXTENT_BYTES - used
+            for state, name in _STATE_NAMES.items():
+                count = int(np.count_nonzero(states == state))
+                blocks[name] += count
+                if state:
+                    sizes[name] += count * extent.slot_bytes
+                    sizes["free"] -= count * extent.slot_bytes
         return blocks, sizes
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from cachewarmd import (
     state_dir,
     weight_catalog,
 )
-from cachewarmd.block import StampInfo
+from cachewarmd.block import StampInfo, stamps_from_json
 from cachewarmd.budget import Budget
 from cachewarmd.catalog import Catalog
 from cachewarmd.config import Config
@@ -199,6 +199,8 @@ class State:
             if not reason and told.hex() != catalog.get("pool_id"):
                 reason = "the catalog is not of this pool"
             if not reason:
+                reason = self._stamps_refusal(catalog)
+            if not reason:
                 return memfds
         if reason:
             self._was_refused = True
@@ -210,6 +212,14 @@ class State:
         for name in (fdstore.RECORDS, fdstore.POOL):
             self._kept.forget(name)
         return None
+
+    @staticmethod
+    def _stamps_refusal(catalog: dict[str, Any]) -> str:
+        try:
+            stamps_from_json(catalog.get("stamps"))
+        except ValueError as exc:
+            return str(exc)
+        return ""
 
     def _open_pool(self, epoch: int, adopted: Memfds | None) -> tuple[Pool, bool]:
         if adopted is not None:
@@ -275,8 +285,8 @@ class State:
         return self._kept.num_refused
 
     def _restore_blocks(self, catalog: dict[str, Any], is_clean: bool) -> None:
-        for told in catalog["stamps"]:
-            self.kv.restore_stamp(StampInfo.from_json(told))
+        for info in stamps_from_json(catalog["stamps"]):
+            self.kv.restore_stamp(info)
         found = recovery.restore(self.pool, self.kv, is_verified=is_clean)
         self.counters["recovered"] += found.num_blocks
         self.counters["refused_records"] += found.num_doubtful

@@ -219,6 +219,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in result:
             raise ValueError(f"duplicate name {name[:_SHOWN]!r}")
+        name.encode()  # a lone surrogate could be told to nobody; its error is a ValueError
         result[name] = value
     return result
 

@@ -17,6 +17,8 @@ _LENGTH = struct.Struct("<I")
 # 128K prompt ids and as many output ids, five bytes each at most, with room.
 MAX_MESSAGE_BYTES = 8 << 20
 
+# What decoding raises; fields that nobody knows are passed over, but not at any depth.
+_NOT_OURS = (msgspec.MsgspecError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -53,7 +55,7 @@ class BlockingChannel:
             if size > MAX_MESSAGE_BYTES:
                 raise BrokenChannelError(f"message of {size} bytes")
             return self._decoder.decode(self._file.read(size))
-        except (OSError, struct.error, msgspec.MsgspecError) as exc:
+        except (OSError, struct.error, *_NOT_OURS) as exc:
             raise BrokenChannelError(str(exc)) from exc
 
 
@@ -77,7 +79,7 @@ class AsyncChannel:
             if size > MAX_MESSAGE_BYTES:
                 raise BrokenChannelError(f"message of {size} bytes")
             return self._decoder.decode(await self._reader.readexactly(size))
-        except (OSError, EOFError, msgspec.MsgspecError) as exc:
+        except (OSError, EOFError, *_NOT_OURS) as exc:
             raise BrokenChannelError(str(exc)) from exc
 
     def close(self) -> None:
