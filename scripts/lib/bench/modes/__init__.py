@@ -5,6 +5,7 @@ from __future__ import annotations
 from scripts.lib.bench.modes import (
     agreement,
     attention,
+    daemon,
     decode,
     kernels,
     prefill,
@@ -17,5 +18,6 @@ from scripts.lib.bench.modes.mode import Mode
 
 MODES: tuple[Mode, ...] = (
     *(decode.MODE, prefill.MODE, throughput.MODE, restart.MODE, pss.MODE),
+    daemon.MODE,
     *(kernels.MODE, attention.MODE, profile.MODE, agreement.MODE),
 )
