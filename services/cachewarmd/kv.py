@@ -10,6 +10,7 @@ that an extent goes to another size when all in it is older than the next block 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -20,9 +21,10 @@ from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
 from cachewarmd.eviction import EvictionOrder, ExtentChoice
 from cachewarmd.failpoints import hit, may_fail
-from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES, BlockState
+from cachewarmd.layout import EXTENT_BYTES, RECORDS_PER_EXTENT, BlockState
 from cachewarmd.lease import LeaseRows
 from cachewarmd.pool import Extent, Pool
+from cachewarmd.protocol import BLOCK, KEY_BYTES
 
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE = "SHORT_READ", "PEER_GONE"
@@ -166,6 +168,36 @@ class BlockStore:
         now. `rows` are the client's in shared memory. Raises LimitError.
         """
         hit("lookup.before")
+        found = self._find_chain(stamp, keys)
+        if found is None:
+            found = self._verified_prefix(stamp, keys)
+        if len(found) == len(keys):
+            tails = (self._find(stamp, key) for key in tail_keys)
+            found += itertools.islice(filter(self._verify, filter(None, tails)), 1)
+        lease = self._new_lease(stamp, found[-1] if found else None, rows)
+        self.counters["lookup_hit" if found else "lookup_miss"] += 1
+        hit("lookup.after")
+        return lease, found
+
+    def _find_chain(self, stamp: StampInfo, keys: Sequence[bytes]) -> list[Block] | None:
+        """The prefix by its last block, whose ancestors are the rest: sealed, so all of them are.
+
+        None where each has to be looked at: some may drain, some are not verified, or the keys are
+        no chain.
+        """
+        if self._unverified or self._pool.draining is not None:
+            return None
+        index = self._index
+        count = bisect.bisect_left(keys, True, key=lambda key: self._find(stamp, key) is None)
+        found = []
+        node = index[keys[count - 1]] if count else None
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        found.reverse()
+        return found if [block.key for block in found] == list(keys[:count]) else None
+
+    def _verified_prefix(self, stamp: StampInfo, keys: Sequence[bytes]) -> list[Block]:
         found: list[Block] = []
         budget = VERIFY_BYTES
         for key in keys:
@@ -176,13 +208,7 @@ class BlockStore:
             if not self._verify(block):
                 break
             found.append(block)
-        else:
-            tails = (self._find(stamp, key) for key in tail_keys)
-            found += itertools.islice(filter(self._verify, filter(None, tails)), 1)
-        lease = self._new_lease(stamp, found[-1] if found else None, rows)
-        self.counters["lookup_hit" if found else "lookup_miss"] += 1
-        hit("lookup.after")
-        return lease, found
+        return found
 
     def _new_lease(self, stamp: StampInfo, block: Block | None, rows: LeaseRows | None) -> int:
         row = rows.take() if rows is not None else 0
@@ -245,24 +271,26 @@ class BlockStore:
 
     def _hold(self, block: Block) -> None:
         """Keep a block and its ancestors. Costs a step for each that nothing kept before."""
+        extents = self._pool.extents
         node: Block | None = block
         while node is not None:
             node.num_holds += 1
             if node.num_holds > 1:
                 return
-            self._pool.extent_of(node.slot).num_held += 1
+            extents[node.slot // RECORDS_PER_EXTENT].num_held += 1
             node = node.parent
 
     def _let_go(self, block: Block) -> None:
+        extents, tick = self._pool.extents, self._tick
         node: Block | None = block
         while node is not None:
             node.num_holds -= 1
             if node.num_holds:
                 break
-            extent = self._pool.extent_of(node.slot)
+            extent = extents[node.slot // RECORDS_PER_EXTENT]
             extent.num_held -= 1
             # What is released now was needed till now, whatever else happened in its extent.
-            extent.last_used = self._tick
+            extent.last_used = tick
             node = node.parent
         self._order.offer(block)
 
@@ -351,6 +379,7 @@ class BlockStore:
 
     def _enter(self, block: Block) -> None:
         self._index[block.key] = block
+        block.packed = BLOCK.pack(block.slot, block.num_tokens, block.generation, block.offset)
         self._pool.extent_of(block.slot).stamp_ids[block.stamp.stamp_id] += 1
         if block.parent is not None:
             block.parent.children.add(block)

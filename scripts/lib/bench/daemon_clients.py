@@ -51,7 +51,7 @@ class BlockClient:
 
     def lookup(self, keys: Sequence[bytes]) -> pb.LookupReply:
         """Longest sealed prefix, leased."""
-        request = pb.Lookup(stamp_id=self.stamp_id, keys=keys)
+        request = pb.Lookup(stamp_id=self.stamp_id, keys=b"".join(keys))
         return self._call(pb.Envelope(lookup=request)).lookup_reply
 
     def release(self, lease: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cachewarmd import options
+from cachewarmd.protocol import blocks_of
 from scripts.lib.bench.context import Bench, say
 from scripts.lib.bench.daemon_clients import BlockClient, connect, crowd, small_blocks
 from scripts.lib.bench.errors import BenchError
@@ -109,8 +110,9 @@ class _Client:
         start = time.perf_counter()
         reply = self._small.lookup(keys)
         took = time.perf_counter() - start
-        if len(reply.blocks) != count:
-            raise BenchError(f"{len(reply.blocks)} of {count} blocks were found")
+        num_found = len(list(blocks_of(reply)))
+        if num_found != count:
+            raise BenchError(f"{num_found} of {count} blocks were found")
         return took, _timed(lambda: self._small.release(reply.lease))
 
     def publish(self) -> float:
