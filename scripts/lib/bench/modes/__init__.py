@@ -6,6 +6,7 @@ from scripts.lib.bench.modes import (
     agreement,
     attention,
     daemon,
+    daemon_kill,
     decode,
     kernels,
     prefill,
@@ -19,5 +20,6 @@ from scripts.lib.bench.modes.mode import Mode
 MODES: tuple[Mode, ...] = (
     *(decode.MODE, prefill.MODE, throughput.MODE, restart.MODE, pss.MODE),
     daemon.MODE,
+    daemon_kill.MODE,
     *(kernels.MODE, attention.MODE, profile.MODE, agreement.MODE),
 )
