@@ -96,7 +96,10 @@ def crowd(socket: Path, num_connections: int, num_busy: int) -> Iterator[None]:
     """So many connections of another process, while `with` lasts."""
     command = [sys.executable, "-P", "-m", __spec__.name, str(socket)]
     command += [str(num_connections), str(num_busy)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    # In a session of its own: Ctrl-C is ours to handle, and its end follows from ours.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
