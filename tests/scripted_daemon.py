@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from cachewarmd.errors import CachewarmError, UnreachableError
+from cachewarmd import protocol
+from cachewarmd.errors import CachewarmError, TimedOutError, UnreachableError
 from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import Bytes
 from engine.daemon_link import Link
@@ -87,6 +88,21 @@ class ScriptedDaemon:
             self.answer()
         return future
 
+    def call(
+        self,
+        envelope: pb.Envelope,
+        timeout: float,
+        fds: Sequence[int] = (),
+        on_late: Callable[[Reply], None] = lambda _: None,
+    ) -> tuple[pb.Envelope, list[int]]:
+        """As `Client.call`; what is not answered at once is late."""
+        future = self.submit(envelope)
+        try:
+            return future.result(0)
+        except TimeoutError:
+            future.add_done_callback(on_late)
+            raise TimedOutError("no reply") from None
+
     def close(self) -> None:
         """As `Client.close`: leases end, and nothing that is under way is done."""
         self.is_lost = True
@@ -144,15 +160,18 @@ class ScriptedDaemon:
 
     def _lookup(self, lookup: pb.Lookup) -> pb.LookupReply:
         found = []
-        for key in lookup.keys:
+        keys, tail_keys = map(protocol.split_keys, (lookup.keys, lookup.tail_keys))
+        for key in keys:
             if key not in self._index:
                 break
             found.append(self._index[key])
-        if len(found) == len(lookup.keys):
-            found += [self._index[key] for key in lookup.tail_keys if key in self._index][:1]
+        if len(found) == len(keys):
+            found += [self._index[key] for key in tail_keys if key in self._index][:1]
         self._num_leases += 1
         self.leases[self._num_leases] = set(found)
-        return pb.LookupReply(lease=self._num_leases, blocks=map(self._block, found))
+        blocks = map(self._block, found)
+        packed = [protocol.BLOCK.pack(b.slot, b.num_tokens, b.generation, b.offset) for b in blocks]
+        return pb.LookupReply(lease=self._num_leases, blocks=b"".join(packed))
 
     def _reattach(self, reattach: pb.Reattach) -> pb.ReattachReply:
         reply = pb.ReattachReply()

@@ -18,6 +18,7 @@ from cachewarmd.client import Client
 from cachewarmd.keys import Stamp, chain_keys, root_key
 from cachewarmd.v1 import control_pb2 as pb
 from tests.daemon import PATIENCE_S, private_pool
+from tests.worker import Found
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class StampedWorker:
 
     def lookup(self, tokens: Sequence[int]) -> tuple[int, int]:
         """(lease, number of blocks found); every byte found is checked."""
-        lookup = pb.Lookup(stamp_id=self.stamp_id, keys=self.keys(tokens))
-        reply = self.call(lookup=lookup).lookup_reply
-        self.check(tokens, reply.blocks)
-        return reply.lease, len(reply.blocks)
+        lookup = pb.Lookup(stamp_id=self.stamp_id, keys=b"".join(self.keys(tokens)))
+        found = Found.of(self.call(lookup=lookup).lookup_reply)
+        self.check(tokens, found.blocks)
+        return found.lease, len(found.blocks)
 
     def check(self, tokens: Sequence[int], blocks: Sequence[pb.Block]) -> None:
         """Each block in the shared pool is that of these tokens under this stamp."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from cachewarmd import protocol
 from cachewarmd.client import Client
 from cachewarmd.v1 import control_pb2 as pb
 from tests.daemon import PATIENCE_S, private_pool
@@ -21,6 +23,24 @@ ROOT = b"r" * 32
 def key(label: str) -> bytes:
     """A key that no real chain has: the label, padded."""
     return label.encode().ljust(32, b"\0")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a lookup gave."""
+
+    lease: int
+    blocks: list[pb.Block]
+
+    @classmethod
+    def of(cls, reply: pb.LookupReply) -> Found:
+        return cls(
+            reply.lease,
+            [
+                pb.Block(slot=slot, num_tokens=num_tokens, generation=generation, offset=offset)
+                for slot, num_tokens, generation, offset in protocol.blocks_of(reply)
+            ],
+        )
 
 
 class Worker:
@@ -42,10 +62,10 @@ class Worker:
     def call(self, envelope: pb.Envelope) -> pb.Envelope:
         return self.client.call(envelope, PATIENCE_S)[0]
 
-    def lookup(self, *labels: str) -> pb.LookupReply:
+    def lookup(self, *labels: str) -> Found:
         """Longest sealed prefix of the chain, leased."""
-        lookup = pb.Lookup(stamp_id=self.stamp_id, keys=map(key, labels))
-        return self.call(pb.Envelope(lookup=lookup)).lookup_reply
+        lookup = pb.Lookup(stamp_id=self.stamp_id, keys=b"".join(map(key, labels)))
+        return Found.of(self.call(pb.Envelope(lookup=lookup)).lookup_reply)
 
     def publish(self, lease: int, *labels: str) -> pb.PublishReply:
         """A chain from the root on."""

@@ -172,15 +172,14 @@ def _stamp_of(client: Client, stamp_id: int) -> StampInfo:
 def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
     request = envelope.lookup
     stamp = _stamp_of(client, request.stamp_id)
-    if len(request.keys) + len(request.tail_keys) > MAX_KEYS:
+    if len(request.keys) + len(request.tail_keys) > MAX_KEYS * protocol.KEY_BYTES:
         raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
         raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
-    lease, blocks = state.kv.lookup(
-        stamp, request.keys, request.tail_keys, client.rows, client.holding
-    )
+    keys, tail_keys = map(protocol.split_keys, (request.keys, request.tail_keys))
+    lease, blocks = state.kv.lookup(stamp, keys, tail_keys, client.rows, client.holding)
     client.leases.add(lease)
-    reply = pb.LookupReply(lease=lease, blocks=map(_wire_block, blocks))
+    reply = pb.LookupReply(lease=lease, blocks=b"".join([b.packed for b in blocks]))
     client.reply(envelope.id, lookup_reply=reply)
 
 

@@ -1,8 +1,9 @@
 """The light client of cachewarmd: all that engines and `cachewarmd-ctl` use of it.
 
-A `Client` is one connection. A thread reads replies and resolves futures, so callers may wait with
-a budget (`call`) or look at the result later (`submit`), and an asyncio program can wrap the
-future. Nothing here reconnects: who owns the client decides what a lost daemon means.
+A `Client` is one connection. A thread reads replies and resolves futures, so callers may look at a
+result later (`submit`), and an asyncio program can wrap the future. Who waits for a reply (`call`)
+reads the socket itself meanwhile: to hand a reply from one thread to another can cost more than all
+the rest of a lookup. Nothing here reconnects: who owns the client decides what a lost daemon means.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import contextlib
 import itertools
 import os
 import queue
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -43,7 +46,6 @@ ATTACH_STALL_S = 5.0
 HELLO_TIMEOUT_S = 5.0
 # A stopped daemon fills the socket; whoever writes must notice instead of hanging with it.
 _WRITE_TIMEOUT_S = 1.0
-_READ_POLL_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,16 @@ class Client(AbstractContextManager["Client"]):
         self._pending: dict[int, _Reply] = {}
         self._lock = threading.Lock()
         self._lost = False
+        self._is_broken = False  # what comes can't be read any more
+        # Blocking mode belongs to the open file, timeouts to the socket object: a duplicate may
+        # wait as long as it likes while writes keep their own short timeout.
+        self._reading = sock.dup()
+        self._decoder = protocol.FrameDecoder()
+        self._read_lock = threading.Lock()  # of the two above
+        self._caller = 0  # the thread that reads in place of ours, for a `call`
+        # With no event asked for it still tells the end, so the thread sleeps until then.
+        self._epoll = select.epoll()
+        self._epoll.register(self._reading, select.EPOLLIN)
         self._lost_reason: CachewarmError = UnreachableError("the connection to cachewarmd is lost")
         self.hello = pb.HelloReply()
         self.pool: SharedPool | None = None
@@ -115,7 +127,8 @@ class Client(AbstractContextManager["Client"]):
     ) -> Client:
         """Connect and say hello; `private_pool` = (memfd, bytes) makes it a worker's connection.
 
-        `on_event` gets what the daemon says unasked, on the reader thread.
+        `on_event` gets what the daemon says unasked, on the thread that reads just then. It must
+        not wait for a reply.
         Raises UnreachableError, TimedOutError, VersionMismatchError, NotPermittedError.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -205,17 +218,33 @@ class Client(AbstractContextManager["Client"]):
             sent += self._sock.send(view[sent:])
 
     def call(
-        self, envelope: pb.Envelope, timeout: float, fds: Sequence[int] = ()
+        self,
+        envelope: pb.Envelope,
+        timeout: float,
+        fds: Sequence[int] = (),
+        on_late: Callable[[Future[tuple[pb.Envelope, list[int]]]], None] | None = None,
     ) -> tuple[pb.Envelope, list[int]]:
         """`submit` and wait. Raises TimedOutError after `timeout` seconds, and the daemon's error.
 
-        A reply that comes too late has its descriptors closed.
+        A reply that comes too late has its descriptors closed, or goes to `on_late`.
         """
-        future = self.submit(envelope, fds)
+        end = time.monotonic() + timeout
+        if self._read_lock.acquire(blocking=False):
+            try:
+                self._caller = threading.get_ident()
+                self._watch(0)
+                future = self.submit(envelope, fds)
+                self._read_until(future, end)
+            finally:
+                self._watch(select.EPOLLIN)
+                self._caller = 0
+                self._read_lock.release()
+        else:
+            future = self.submit(envelope, fds)
         try:
-            return future.result(timeout)
+            return future.result(max(0.0, end - time.monotonic()))
         except TimeoutError:
-            future.add_done_callback(_close_fds_of)
+            future.add_done_callback(on_late or _close_fds_of)
             raise TimedOutError(f"no reply from cachewarmd within {timeout:g} s") from None
 
     def stream(
@@ -288,27 +317,50 @@ class Client(AbstractContextManager["Client"]):
     # -- reading --------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        decoder = protocol.FrameDecoder()
-        # Blocking mode belongs to the open file, timeouts to the socket object: a duplicate may
-        # wait as long as it likes while writes keep their own short timeout.
-        reading = self._sock.dup()
-        reading.settimeout(_READ_POLL_S)
+        """The thread: reads whatever nobody waits for, and is the one that ends the connection."""
+        is_open = True
+        while is_open:
+            self._epoll.poll()
+            with self._read_lock:
+                is_open = self._read_once(0.0)
+        self._fail_all()
+        with self._read_lock:
+            self._decoder.close()
+            self._reading.close()
+            self._epoll.close()
+
+    def _watch(self, events: int) -> None:
+        """What wakes the thread, beside the end. Needs the read lock."""
+        if not self._epoll.closed:
+            self._epoll.modify(self._reading, events)
+
+    def _read_until(self, future: Future[Any], end: float) -> None:
+        """In place of the thread: until the future is done, the time is over or nothing comes."""
+        while not future.done() and (left := end - time.monotonic()) > 0:
+            if not self._read_once(left):
+                return
+
+    def _read_once(self, timeout: float) -> bool:
+        """Take the frames of one recvmsg; False = the connection is over. Needs the read lock."""
+        if self._is_broken:
+            return False
         try:
-            while True:
-                try:
-                    data, fds = protocol.recv_bytes_and_fds(reading)
-                except TimeoutError:
-                    continue
-                if not data:
-                    break
-                for envelope, frame_fds in decoder.feed(data, fds):
-                    self._take(envelope, frame_fds)
+            self._reading.settimeout(timeout)
+            data, fds = protocol.recv_bytes_and_fds(self._reading)
+            frames = self._decoder.feed(data, fds) if data else []
+        except (BlockingIOError, TimeoutError):
+            return True
         except (OSError, ProtocolError):
-            pass  # what it means is the same as end of stream: the daemon is lost
-        finally:
-            decoder.close()
-            reading.close()
-            self._fail_all()
+            data = b""  # what it means is the same as end of stream: the daemon is lost
+        if not data:
+            self._is_broken = True
+            # From a caller: so that the thread notices, whose part the rest is.
+            with contextlib.suppress(OSError):
+                self._reading.shutdown(socket.SHUT_RDWR)
+            return False
+        for envelope, frame_fds in frames:
+            self._take(envelope, frame_fds)
+        return True
 
     def _take(self, envelope: pb.Envelope, fds: list[int]) -> None:
         is_error = envelope.WhichOneof("body") == "error"
@@ -358,7 +410,7 @@ class Client(AbstractContextManager["Client"]):
         """End the connection; its leases go back. Idempotent."""
         with self._lock:
             self._drop_socket()
-        if threading.current_thread() is not self._reader:
+        if threading.get_ident() not in (self._reader.ident, self._caller):
             self._reader.join()
         self._sock.close()
 

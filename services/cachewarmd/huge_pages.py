@@ -27,6 +27,7 @@ HUGE_BYTES = 2 << 20
 # <linux/mman.h>; the mmap module has only some of them.
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25
 _GRACE_S = 0.01
 _FAST_ENOUGH = 2e9  # bytes a second
@@ -87,6 +88,15 @@ def map_aligned(
         with contextlib.suppress(OSError):  # a kernel without huge pages
             held.madvise(mmap.MADV_HUGEPAGE)
     return whole[skipped : skipped + size]
+
+
+def populate(memory: npt.NDArray[np.uint8]) -> None:
+    """Enter what is allocated in this process's page table, 64 MiB in about 20 ms; thread-safe.
+
+    Else every small page costs a fault when it is touched first. Where the kernel can't do it, that
+    is how it stays.
+    """
+    _libc.madvise(memory.ctypes.data, memory.nbytes, _MADV_POPULATE_WRITE)
 
 
 def make_huge(fd: int, offset: int, size: int, go_on: Callable[[], bool] = lambda: True) -> Huge:

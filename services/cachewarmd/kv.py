@@ -10,6 +10,7 @@ that an extent goes to another size when all in it is older than the next block 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -21,9 +22,10 @@ from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
 from cachewarmd.eviction import EvictionOrder, ExtentChoice
 from cachewarmd.failpoints import hit, may_fail
 from cachewarmd.holding import Holding
-from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES
+from cachewarmd.layout import EXTENT_BYTES, RECORDS_PER_EXTENT
 from cachewarmd.lease import Lease, LeaseRows
 from cachewarmd.pool import Extent, Pool
+from cachewarmd.protocol import BLOCK, KEY_BYTES
 
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE, CHECKSUM = "SHORT_READ", "PEER_GONE", "CHECKSUM"
@@ -179,36 +181,75 @@ class BlockStore:
         shared memory. Raises LimitError.
         """
         hit("lookup.before")
-        found: list[Block] = []
-        budget = VERIFY_BYTES
+        has_room = self._room_of(stamp, holding)
+        found = self._find_chain(stamp, keys) if has_room is None else None
+        if found is None:
+            found = self._verified_prefix(stamp, keys, has_room)
+        if len(found) == len(keys):
+            tails = (self._find(stamp, key) for key in tail_keys)
+            tail = next(filter(self._verify, filter(None, tails)), None)
+            if tail is not None and (has_room is None or has_room(tail)):
+                found.append(tail)
+        lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
+        self.counters["lookup_hit" if found else "lookup_miss"] += 1
+        hit("lookup.after")
+        return lease, found
+
+    def _find_chain(self, stamp: StampInfo, keys: Sequence[bytes]) -> list[Block] | None:
+        """The prefix by its last block, whose ancestors are the rest: sealed, so all of them are.
+
+        None where each has to be looked at: some may drain, some are not verified, or the keys are
+        no chain.
+        """
+        if self._unverified or self._pool.draining is not None:
+            return None
+        index = self._index
+        count = bisect.bisect_left(keys, True, key=lambda key: self._find(stamp, key) is None)
+        found = []
+        node = index[keys[count - 1]] if count else None
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        found.reverse()
+        return found if [block.key for block in found] == list(keys[:count]) else None
+
+    def _room_of(self, stamp: StampInfo, holding: Holding | None) -> Callable[[Block], bool] | None:
+        """Asked for block after block of a chain: may the client hold it too? None = any."""
         limit = None if holding is None else holding.limit()
-        room = None if limit is None or holding is None else limit - holding.num_bytes
+        if limit is None or holding is None:
+            return None
+        room = limit - holding.num_bytes
 
         def has_room(block: Block) -> bool:
             nonlocal room
-            if room is None or holding is None or block in holding:
+            if block in holding:
                 return True
             room -= stamp.slot_bytes
             if room < 0:
                 self.counters["lookup_cut_client_limit"] += 1
             return room >= 0
 
+        return has_room
+
+    def _verified_prefix(
+        self,
+        stamp: StampInfo,
+        keys: Sequence[bytes],
+        has_room: Callable[[Block], bool] | None,
+    ) -> list[Block]:
+        found: list[Block] = []
+        budget = VERIFY_BYTES
         for key in keys:
             block = self._find(stamp, key)
-            if block is None or (not block.is_verified and budget <= 0) or not has_room(block):
+            if block is None or (not block.is_verified and budget <= 0):
+                break
+            if has_room is not None and not has_room(block):
                 break
             budget -= 0 if block.is_verified else stamp.block_bytes
             if not self._verify(block):
                 break
             found.append(block)
-        else:
-            tails = (self._find(stamp, key) for key in tail_keys)
-            tail = next(filter(self._verify, filter(None, tails)), None)
-            found += [tail] if tail is not None and has_room(tail) else []
-        lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
-        self.counters["lookup_hit" if found else "lookup_miss"] += 1
-        hit("lookup.after")
-        return lease, found
+        return found
 
     def _new_lease(
         self,
@@ -297,24 +338,26 @@ class BlockStore:
 
     def _hold(self, block: Block) -> None:
         """Keep a block and its ancestors. Costs a step for each that nothing kept before."""
+        extents = self._pool.extents
         node: Block | None = block
         while node is not None:
             node.num_holds += 1
             if node.num_holds > 1:
                 return
-            self._pool.extent_of(node.slot).num_held += 1
+            extents[node.slot // RECORDS_PER_EXTENT].num_held += 1
             node = node.parent
 
     def _let_go(self, block: Block) -> None:
+        extents, tick = self._pool.extents, self._tick
         node: Block | None = block
         while node is not None:
             node.num_holds -= 1
             if node.num_holds:
                 break
-            extent = self._pool.extent_of(node.slot)
+            extent = extents[node.slot // RECORDS_PER_EXTENT]
             extent.num_held -= 1
             # What is released now was needed till now, whatever else happened in its extent.
-            extent.last_used = self._tick
+            extent.last_used = tick
             node = node.parent
         self._order.offer(block)
 
@@ -414,6 +457,7 @@ class BlockStore:
 
     def _enter(self, block: Block) -> None:
         self._index[block.key] = block
+        block.packed = BLOCK.pack(block.slot, block.num_tokens, block.generation, block.offset)
         self._pool.extent_of(block.slot).stamp_ids[block.stamp.stamp_id] += 1
         if block.parent is not None:
             block.parent.children.add(block)

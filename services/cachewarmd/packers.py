@@ -115,7 +115,7 @@ class _Process:
         elif said.fits:
             socket.send_fds(self._sock, [b"m"], [obtain()])
         elif said.error is not None:
-            raise from_wire(pb.ErrorReply(code=said.error, message=said.message))
+            raise from_wire(pb.ErrorReply(code=pb.ErrorCode(said.error), message=said.message))
         elif said.errno is not None:
             raise OSError(said.errno, os.strerror(said.errno))
         elif said.sha256 is not None:

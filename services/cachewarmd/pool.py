@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ import xxhash
 from cachewarmd import layout, memory_lock, segment
 from cachewarmd.errors import InvalidRequestError
 from cachewarmd.failpoints import hit, may_fail
-from cachewarmd.huge_pages import Huge
+from cachewarmd.huge_pages import Huge, populate
 from cachewarmd.layout import EXTENT_BYTES, RECORDS_PER_EXTENT, BlockState
 
 _STATE_NAMES = {int(state): state.name.lower() for state in BlockState}
@@ -33,6 +33,7 @@ class Extent:
     num_held: int = 0  # slots that a lease keeps
     last_used: int = 0  # tick; nothing in it that no lease keeps was used later
     stamp_ids: Counter[int] = field(default_factory=Counter)  # of what is sealed in it
+    is_populated: bool = False  # or soon will be, in this process's page table
 
     @property
     def num_slots(self) -> int:
@@ -76,6 +77,8 @@ class Pool:
         self.num_locked = 0  # extents, the first ones
         self.num_extents_of: Counter[int] = Counter()  # by slot size, without the draining one
         self.draining: Extent | None = None
+        # Called with what should be run in a thread soon; who sets it calls `populate_ahead` once.
+        self.in_background: Callable[[Callable[[], None]], object] | None = None
         self._free: deque[Extent] = deque()
         # By slot size: extents that have free slots, the last one in use.
         self._open: dict[int, list[Extent]] = {}
@@ -186,7 +189,17 @@ class Pool:
         first = extent.number * RECORDS_PER_EXTENT
         extent.free_slots = list(range(first + extent.num_slots - 1, first - 1, -1))
         self._join(extent)
+        self.populate_ahead()
         return True
+
+    def populate_ahead(self) -> None:
+        """So that publishes into the extent that is opened next are not slowed by page faults."""
+        if self._free and self.in_background is not None and not self._free[0].is_populated:
+            extent = self._free[0]
+            extent.is_populated = True
+            start = extent.number * EXTENT_BYTES
+            memory = self.memory[start : start + EXTENT_BYTES]
+            self.in_background(lambda: populate(memory))
 
     def drain(self, extent: Extent) -> None:
         """Hand out no more slots of an extent, until there is a free one: it or any other."""

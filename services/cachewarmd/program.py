@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -65,6 +66,9 @@ async def _serve(
             loop.add_signal_handler(number, server.stop)
 
         def ready() -> None:
+            # What is there now mostly stays, and to look through it would only delay requests.
+            gc.freeze()
+            gc.enable()
             notifier.ready()
             line = {"event": "ready", "socket": str(settings.socket), "pid": os.getpid()}
             # Whoever started the first daemon may be gone when a later one is ready.
@@ -106,6 +110,8 @@ def run(argv: Sequence[str]) -> int:
     except options.OptionError as exc:
         return options.report(PROGRAM, exc.errors)
     log.configure(PROGRAM, chosen.log_level)
+    # Many objects are made of an adopted pool, and none of them is garbage; until `ready`.
+    gc.disable()
     try:
         failpoints.arm(os.environ)
         memory_lock.raise_limits()

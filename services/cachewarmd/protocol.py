@@ -14,20 +14,37 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import DecodeError
 
-from cachewarmd.errors import ProtocolError
+from cachewarmd.errors import InvalidRequestError, ProtocolError
 from cachewarmd.v1 import control_pb2 as pb
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 8 << 20
 MAX_FDS = 2
+KEY_BYTES = 32
+# A block as LookupReply tells it: slot, number of tokens, generation, offset in the pool.
+BLOCK = struct.Struct("<IIQQ")
 _LENGTH = struct.Struct("<I")
-_RECV_BYTES = 256 << 10
+_RECV_BYTES = 64 << 10
 # Room for more than is allowed, so that a peer that sends too many is seen and refused.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """The keys of a Lookup. Raises InvalidRequestError."""
+    if len(packed) % KEY_BYTES:
+        raise InvalidRequestError(f"keys: {KEY_BYTES} bytes are expected for each")
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+
+def blocks_of(reply: pb.LookupReply) -> Iterable[tuple[int, int, int, int]]:
+    """Slot, number of tokens, generation and offset of each. Raises ProtocolError."""
+    if len(reply.blocks) % BLOCK.size:
+        raise ProtocolError("a lookup's blocks are not whole")
+    return BLOCK.iter_unpack(reply.blocks)
 
 
 def encode(envelope: pb.Envelope) -> bytes:

@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 import xxhash
 
 from cachewarmd.errors import InvalidRequestError
-from cachewarmd.layout import EXTENT_BYTES, KEY_BYTES
+from cachewarmd.layout import EXTENT_BYTES
+from cachewarmd.protocol import KEY_BYTES
 
 MAGIC = b"CWSNAP\x00\x01"
 FORMAT_VERSION = 1

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cachewarmd.errors import CachewarmError, TimedOutError
+from cachewarmd.errors import CachewarmError
 from cachewarmd.keys import block_key, chain_keys, tail_keys
 from cachewarmd.log import get_logger
+from cachewarmd.protocol import blocks_of
 from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import PrivateBlock, PrivatePool, SharedBlock
 from engine.daemon_link import DaemonLink, Link
@@ -123,31 +124,32 @@ class SharedCache:
         keys = chain_keys(root, tokens, self._block_size)
         rest = tokens[len(keys) * self._block_size :]
         tails = tail_keys(keys[-1] if keys else root, rest)
-        request = pb.Lookup(stamp_id=link.stamp_id, keys=keys, tail_keys=tails)
+        request = pb.Lookup(stamp_id=link.stamp_id, keys=b"".join(keys), tail_keys=b"".join(tails))
         try:
-            future = link.client.submit(pb.Envelope(lookup=request))
-            try:
-                reply, _ = future.result(budget_s)
-            except TimeoutError:
-                future.add_done_callback(lambda late: _release_late(link, late))
-                raise TimedOutError("lookup budget") from None
+            reply, _ = link.client.call(
+                pb.Envelope(lookup=request),
+                budget_s,
+                on_late=lambda late: _release_late(link, late),
+            )
         except CachewarmError as exc:
             _log.info("lookup_missed", reason=str(exc))
             self._next_lookup = time.monotonic() + _LOOKUP_PAUSE_S
             return None, []
         found = reply.lookup_reply
-        shared = [self._shared(link, block) for block in found.blocks]
+        shared = [self._shared(link, *block) for block in blocks_of(found)]
         num_tokens = sum(block.num_tokens for block in shared)
         full = num_tokens // self._block_size
-        last = _handle(found.blocks[-1]) if found.blocks else None
+        last = _handle(shared[-1]) if shared else None
         word = link.pool.change_word
         prefix = CachedPrefix(link, found.lease, root, keys, full, num_tokens, full, last, word)
         self._live.add(prefix)
         return prefix, shared
 
-    def _shared(self, link: Link, block: pb.Block) -> SharedBlock:
-        memory = link.pool.memory[block.offset : block.offset + self._pool.block_bytes]
-        return SharedBlock(memory, block.slot, block.generation, block.num_tokens)
+    def _shared(
+        self, link: Link, slot: int, num_tokens: int, generation: int, offset: int
+    ) -> SharedBlock:
+        memory = link.pool.memory[offset : offset + self._pool.block_bytes]
+        return SharedBlock(memory, slot, generation, num_tokens)
 
     @staticmethod
     def is_intact(prefix: CachedPrefix, blocks: Sequence[SharedBlock]) -> bool:
@@ -241,7 +243,8 @@ class SharedCache:
                 publish.prefix.num_known_blocks = index + 1
             # Without its lease nothing would keep the shared block.
             if block.num_tokens == self._block_size and not publish.prefix.is_released:
-                shared = self._shared(publish.prefix.link, block)
+                place = (block.slot, block.num_tokens, block.generation, block.offset)
+                shared = self._shared(publish.prefix.link, *place)
                 publish.request.table.replace(index, private, shared)
         for _, private in publish.blocks:
             self._pool.drop(private)
@@ -309,7 +312,7 @@ class SharedCache:
         return any(publish.request is request for publish in self._publishes)
 
 
-def _handle(block: pb.Block) -> pb.Handle:
+def _handle(block: pb.Block | SharedBlock) -> pb.Handle:
     return pb.Handle(slot=block.slot, generation=block.generation)
 
 

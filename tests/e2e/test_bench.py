@@ -185,6 +185,38 @@ def test_restart_finds_the_prompt_after_a_kill(run: Any) -> None:
     check_spread(found["killed"]["cold_over_again"])
 
 
+def test_daemon_finds_all_keys_in_every_setting(run: Any) -> None:
+    """A lookup that misses a key would be an error; each call is counted and compared."""
+    flags = ("--keys", "3,20", "--calls", "12", "--connections", "8", "--pool-bytes", "128MiB")
+    found = run("daemon", *flags).result()
+    assert (found["schema_version"], found["mode"]) == (1, "daemon")
+    check_noise(found["noise_of_all"])
+    for setting in ("alone", "idle", "busy"):
+        calls = found[setting]
+        counts = {name: call["num_calls"] for name, call in calls.items()}
+        assert counts == {"lookup_3": 24, "lookup_20": 24, "release": 24, "publish_1mib": 4}
+        for call in calls.values():
+            check_noise(call["noise"])
+            for name in ("p50_s", "p99_s", "p50_over_alone"):
+                check_spread(call[name])
+    for call in found["alone"].values():
+        assert call["p50_over_alone"]["max"] == 1.0
+
+
+def test_daemon_kill_loses_no_request_and_no_block(run: Any) -> None:
+    """Streams end as without the kill, and all blocks are there. Times are the machine's."""
+    flags = ("--streams", "2", "--prompt-length", "20", "--tokens", "30", "--length", "80")
+    found = run("daemon-kill", *flags, "--pool-bytes", "128MiB").result()
+    check_common(found, "daemon-kill")
+    check_noise(found["noise"])
+    counts = {name: found[f"num_{name}"] for name in ("requests", "failed", "different")}
+    assert counts == {"requests": 4, "failed": 0, "different": 0}
+    assert found["integrity_failures"] == 0
+    assert found["found_again_share"]["min"] == 1.0
+    for name in ("served_again_s", "num_sealed", "ttft_s", "asked_after_s"):
+        check_spread(found[name])
+
+
 def test_throughput_counts_all_streams(run: Any) -> None:
     """2 repetitions of 3 streams with 5 tokens are 30."""
     flags = ("--concurrency", "1,3", "--prompt-length", "8", "--tokens", "5")

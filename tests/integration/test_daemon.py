@@ -236,7 +236,10 @@ def test_unknown_protocol_version_is_refused_with_a_message(module_daemon: Daemo
         sock.sendall(protocol.encode(hello(protocol_version=99)))
         (frame,) = read_to_end(sock)
     assert frame.error.code == pb.ERROR_CODE_VERSION
-    assert frame.error.message == "protocol version 99, this daemon speaks 2"
+    assert (
+        frame.error.message
+        == f"protocol version 99, this daemon speaks {protocol.PROTOCOL_VERSION}"
+    )
 
 
 ENGINE_VERBS = {

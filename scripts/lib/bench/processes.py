@@ -116,13 +116,16 @@ class Program:
 
 
 class Daemon(Program):
-    """A cachewarmd that serves."""
+    """A cachewarmd that serves; `is_held` = under its holder, which starts it again."""
 
-    def __init__(self, socket: Path, pool_bytes: str | None, runtime_dir: Path, log: Path) -> None:
+    def __init__(
+        self, socket: Path, pool_bytes: str | None, runtime_dir: Path, log: Path, *, is_held: bool
+    ) -> None:
         self.socket = socket
         config = _empty_config(runtime_dir)
         command = [*entry_command("cachewarmd"), "--socket", str(socket), "--config", str(config)]
         command += [] if pool_bytes is None else ["--pool-bytes", pool_bytes]
+        command += ["--holder"] if is_held else []
         super().__init__(command, runtime_dir, log)
 
     def status(self) -> control_pb2.StatusReply:
@@ -213,11 +216,11 @@ class Services:
         path.mkdir(mode=0o700)
         return path
 
-    def start_daemon(self) -> Daemon:
+    def start_daemon(self, *, is_held: bool = False) -> Daemon:
         """Returns when it serves and has its memory. Raises BenchError, CachewarmError."""
         runtime_dir = self._runtime_dir()
         log = self._folder / "cachewarmd.log"
-        daemon = Daemon(runtime_dir / "s", self._pool_bytes, runtime_dir, log)
+        daemon = Daemon(runtime_dir / "s", self._pool_bytes, runtime_dir, log, is_held=is_held)
         self._programs.append(daemon)
         daemon.wait_ready()
         daemon.settle()

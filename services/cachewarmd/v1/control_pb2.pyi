@@ -325,17 +325,17 @@ class Lookup(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TAIL_KEYS_FIELD_NUMBER: _ClassVar[int]
     stamp_id: int
-    keys: _containers.RepeatedScalarFieldContainer[bytes]
-    tail_keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, stamp_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., tail_keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    keys: bytes
+    tail_keys: bytes
+    def __init__(self, stamp_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., tail_keys: _Optional[bytes] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("lease", "blocks")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     lease: int
-    blocks: _containers.RepeatedCompositeFieldContainer[Block]
-    def __init__(self, lease: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+    blocks: bytes
+    def __init__(self, lease: _Optional[int] = ..., blocks: _Optional[bytes] = ...) -> None: ...
 
 class PublishBlock(_message.Message):
     __slots__ = ("parent_key", "key", "num_tokens", "private_offset")

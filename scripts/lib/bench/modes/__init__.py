@@ -5,6 +5,8 @@ from __future__ import annotations
 from scripts.lib.bench.modes import (
     agreement,
     attention,
+    daemon,
+    daemon_kill,
     decode,
     kernels,
     prefill,
@@ -17,5 +19,7 @@ from scripts.lib.bench.modes.mode import Mode
 
 MODES: tuple[Mode, ...] = (
     *(decode.MODE, prefill.MODE, throughput.MODE, restart.MODE, pss.MODE),
+    daemon.MODE,
+    daemon_kill.MODE,
     *(kernels.MODE, attention.MODE, profile.MODE, agreement.MODE),
 )
