@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, cast
 
 import msgspec
 
@@ -115,7 +115,9 @@ class _Process:
         elif said.fits:
             socket.send_fds(self._sock, [b"m"], [obtain()])
         elif said.error is not None:
-            raise from_wire(pb.ErrorReply(code=pb.ErrorCode(said.error), message=said.message))
+            raise from_wire(
+                pb.ErrorReply(code=cast("pb.ErrorCode", said.error), message=said.message)
+            )
         elif said.errno is not None:
             raise OSError(said.errno, os.strerror(said.errno))
         elif said.sha256 is not None:

@@ -252,7 +252,8 @@ def test_a_trust_domains_daemon_is_the_daemon_under_other_names(kind: str) -> No
     assert domain.keys() == daemon.keys()
     differs = {key for key in daemon if domain[key] != daemon[key]}
     names = {
-        "service": {"Requires", "After", "EnvironmentFile", "ExecStart", "User", "Group"},
+        "service": {"Requires", "After", "EnvironmentFile", "ExecStart", "User", "Group"}
+        | {"StateDirectory"},
         "socket": {"ListenStream", "SocketUser", "SocketGroup"},
     }[kind]
     assert differs - {"Description", "RuntimeDirectory", "Also"} == names
