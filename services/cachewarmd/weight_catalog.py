@@ -18,8 +18,8 @@ from cachewarmd import segment
 from cachewarmd.fdstore import FdStore
 from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
-from cachewarmd.weight_store import DirKey, Model, WeightStore
 from cachewarmd.weight_files import FileIdentity
+from cachewarmd.weight_store import DirKey, Model, WeightStore
 from cachewarmd.weights import Segment, layout_id
 
 _PREFIX = "cachewarm-weights-"

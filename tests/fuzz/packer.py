@@ -64,9 +64,7 @@ def _progress(phase: str, done: int, total: int) -> None:
 def check(data: bytes) -> None:
     """A digest and identities, or an error that a client can be told."""
     try:
-        digest, identities = _OnePacker(data).read(
-            _FD, None, _progress, lambda: _FD, follow=False
-        )
+        digest, identities = _OnePacker(data).read(_FD, None, _progress, lambda: _FD, follow=False)
     except CachewarmError:
         return
     except OSError as exc:

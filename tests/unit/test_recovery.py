@@ -262,7 +262,7 @@ def test_stamps_that_can_not_be_are_refused(harness: Harness, changes: dict[str,
     """Before any record that names them is looked at."""
     told = harness.info.to_json()
     assert stamps_from_json([told]) == [harness.info]
-    with pytest.raises(ValueError, match="stamp|hexadecimal"):
+    with pytest.raises(ValueError, match=r"stamp|hexadecimal"):
         stamps_from_json([{**told, **changes}])
     for no_list in (None, {}, "x", 5, [5], [[]]):
         with pytest.raises(ValueError, match="stamp"):
