@@ -202,9 +202,7 @@ def make() -> Target:
     warmup = pb.Warmup(model_name="m", plan=plan, prompts=[prompt])
     admin = [
         _message(0, pb.Envelope(id=1, hello=pb.Hello(protocol_version=2, role=pb.ROLE_ADMIN))),
-        _message(
-            9, pb.Envelope(id=2, warmup=pb.Warmup(model_name="m", plan=plan, prompts=[prompt]))
-        ),
+        _message(9, pb.Envelope(id=2, warmup=warmup)),
         _message(0, pb.Envelope(id=3, watch_job=pb.WatchJob(job_id=1))),
         _message(0, pb.Envelope(id=4, jobs=pb.Jobs())),
         _message(9, pb.Envelope(id=5, is_warm=pb.IsWarm(model="m"))),
