@@ -103,4 +103,9 @@ _BY_CODE: dict[int, type[CachewarmError]] = {
 
 def from_wire(reply: pb.ErrorReply) -> CachewarmError:
     """The exception an ErrorReply stands for."""
-    return _BY_CODE.get(reply.code, InternalError)(reply.message)
+    return error_of(reply.code, reply.message)
+
+
+def error_of(code: int, message: str) -> CachewarmError:
+    """The exception a wire code stands for; of one that is not known, an InternalError."""
+    return _BY_CODE.get(code, InternalError)(message)

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
 
-from cachewarmd.errors import InternalError, ShuttingDownError, from_wire
+from cachewarmd.errors import InternalError, ShuttingDownError, error_of
 from cachewarmd.packer import REQUEST
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.weight_files import FileIdentity
@@ -115,9 +115,7 @@ class _Process:
         elif said.fits:
             socket.send_fds(self._sock, [b"m"], [obtain()])
         elif said.error is not None:
-            raise from_wire(
-                pb.ErrorReply(code=cast("pb.ErrorCode", said.error), message=said.message)
-            )
+            raise error_of(said.error, said.message)
         elif said.errno is not None:
             raise OSError(said.errno, os.strerror(said.errno))
         elif said.sha256 is not None:

@@ -1,8 +1,8 @@
 """Messages with descriptors, in the daemon's own handlers, one client after the other.
 
 An input is a list of messages: a byte that says which descriptors come with it (up to 2 of them,
-and of which kind), two for the length, and an Envelope. Memory and clients are small; weights are never
-read.
+and of which kind), two for the length, and an Envelope. Memory and clients are small; weights are
+never read.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ async def _serve(data: bytes) -> None:
     for _ in range(_STEPS if len(asyncio.all_tasks()) > 1 else 0):
         await asyncio.sleep(0)
     _server._on_end(client)
-    while client.tasks or _server._background or client in _state.clients:
+    # Nothing tells when all that it began is over.
+    while client.tasks or _server._background or client in _state.clients:  # noqa: ASYNC110
         await asyncio.sleep(0)
     for envelope in peer.sent:
         if envelope.WhichOneof("body") == "error":
@@ -198,11 +199,10 @@ def make() -> Target:
         _message(0, pb.Envelope(warm_item_update=pb.WarmItemUpdate(job_id=1))),
     ]
     prompt = pb.WarmPrompt(text="hello")
+    warmup = pb.Warmup(model_name="m", plan=plan, prompts=[prompt])
     admin = [
         _message(0, pb.Envelope(id=1, hello=pb.Hello(protocol_version=2, role=pb.ROLE_ADMIN))),
-        _message(
-            9, pb.Envelope(id=2, warmup=pb.Warmup(model_name="m", plan=plan, prompts=[prompt]))
-        ),
+        _message(9, pb.Envelope(id=2, warmup=warmup)),
         _message(0, pb.Envelope(id=3, watch_job=pb.WatchJob(job_id=1))),
         _message(0, pb.Envelope(id=4, jobs=pb.Jobs())),
         _message(9, pb.Envelope(id=5, is_warm=pb.IsWarm(model="m"))),

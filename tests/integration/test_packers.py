@@ -164,6 +164,22 @@ def test_bug_in_the_process_is_an_internal_error_with_a_traceback(
     assert "KeyError: 'a bug'" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("said", ["nonsense", "[]", '{"errno": 99999}', '{"sha256": "zz"}'])
+def test_process_that_says_what_makes_no_sense_is_killed(
+    said: str, pool: Packers, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of that load, also when it would go on for ever."""
+    speaks = (
+        "import socket, sys, time\n"
+        "sock = socket.socket(fileno=int(sys.argv[1]))\n"
+        f"sock.sendall({said.encode() + chr(10).encode()!r})\n"
+        "time.sleep(100000)\n"
+    )
+    monkeypatch.setattr(packers, "CODE", speaks)
+    with pytest.raises(InternalError, match="killed by SIGKILL"):
+        load(pool, model)
+
+
 def test_process_that_died_while_it_waited_is_replaced(pool: Packers, model: Path) -> None:
     """The one that was started ahead is no single point of failure."""
     before = set(psutil.Process().children())

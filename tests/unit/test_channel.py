@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 
 import pytest
 import uvloop
 
-from engine.channel import AsyncChannel, BrokenChannelError
+from engine.channel import AsyncChannel, BlockingChannel, BrokenChannelError
 from engine.request import StatsRequest
 
 
@@ -30,3 +31,15 @@ def test_a_worker_that_is_gone_shows_at_receive_and_never_at_send() -> None:
         channel.close()
 
     uvloop.run(run())
+
+
+def test_a_field_that_is_nested_without_end_breaks_the_channel() -> None:
+    """Unknown fields are passed over, but not at any depth; no other error gets out."""
+    body = b"\x83\xa4type\xa5Abort\xa7attempt\x01\xa1x" + b"\x91" * 100_000 + b"\x00"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = theirs.makefile("wb", buffering=1 << 20)
+        sender.write(struct.pack("<I", len(body)) + body)
+        sender.flush()
+        with pytest.raises(BrokenChannelError):
+            BlockingChannel(ours).receive()

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cachewarmd import layout, recovery
+from cachewarmd import catalog as catalog_module
+from cachewarmd import layout, recovery, weight_catalog
+from cachewarmd.block import stamps_from_json
+from cachewarmd.budget import Budget
 from cachewarmd.catalog import Catalog
 from cachewarmd.errors import NoSpaceError
+from cachewarmd.fdstore import FdStore
 from cachewarmd.kv import BlockStore
 from cachewarmd.layout import EXTENT_BYTES, BlockState
+from cachewarmd.notify import Notifier
 from cachewarmd.pool import Memfds, Pool
+from cachewarmd.weight_store import WeightStore
 from tests.block_store import CAPACITY, Harness, full, key_of, keys_of, make_harness
 from tests.daemon import private_pool
 
@@ -224,6 +231,60 @@ def test_catalog_that_is_full_keeps_what_it_has() -> None:
         with pytest.raises(NoSpaceError):
             catalog.write({"text": "x" * (9 << 20)})
         assert Catalog(catalog.fd).content["kept"] == 1
+
+
+@pytest.mark.parametrize("payload", [b"[1]", b"{", b"\xff", b"[" * 100_000])
+def test_a_half_that_holds_no_object_is_no_catalog(payload: bytes) -> None:
+    """Also with a right digest; what the other half has counts."""
+    with contextlib.closing(Catalog()) as catalog:
+        catalog.write({"kept": 1})
+        number = 2
+        head = catalog_module._HEAD.pack(
+            number, len(payload), catalog_module._digest(number, payload)
+        )
+        os.pwrite(catalog.fd, head + payload, 0)
+        assert Catalog(catalog.fd).content["kept"] == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stamp": "zz"},
+        {"stamp": "00"},
+        {"stamp_id": 1},
+        {"block_bytes": 0},
+        {"slot_bytes": 5},
+        {"block_size": "4"},
+        {"block_size": None},
+    ],
+)
+def test_stamps_that_can_not_be_are_refused(harness: Harness, changes: dict[str, object]) -> None:
+    """Before any record that names them is looked at."""
+    told = harness.info.to_json()
+    assert stamps_from_json([told]) == [harness.info]
+    with pytest.raises(ValueError, match=r"stamp|hexadecimal"):
+        stamps_from_json([{**told, **changes}])
+    for no_list in (None, {}, "x", 5, [5], [[]]):
+        with pytest.raises(ValueError, match="stamp"):
+            stamps_from_json(no_list)
+    with pytest.raises(ValueError, match="stamp"):
+        stamps_from_json([told, told])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"models": 5, "versions": {}},
+        {"models": [], "versions": {"m": ["zz"]}},
+        {"models": [5, {}, {"plan": "AAAA"}], "versions": {"m": ["00" * 32]}},
+        {"versions": {}},
+    ],
+)
+def test_weights_that_are_told_malformed_are_left_out(told: dict[str, object]) -> None:
+    """They are read when somebody asks for them; the daemon starts."""
+    store = WeightStore(Budget(Path("/nowhere")))
+    weight_catalog.restore(store, told, FdStore(Notifier(), {}))
+    assert store.models == []
 
 
 def test_another_file_is_no_catalog() -> None:

@@ -97,6 +97,18 @@ def test_long_texts_of_a_file_are_cut_in_errors(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize("raw", [b"\\ud800", b"\xed\xa0\x80"])
+def test_name_that_is_no_text_is_refused_in_an_error_that_can_be_told(
+    raw: bytes, tmp_path: Path
+) -> None:
+    """A lone surrogate, escaped or not: no message could carry it."""
+    header = b'{"%s":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}' % raw
+    write_file(tmp_path / SINGLE_NAME, header, bytes(8))
+    with pytest.raises(ModelFilesError, match="malformed header") as caught:
+        load(tmp_path)
+    assert pb.ErrorReply(message=str(caught.value)).SerializeToString()
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     """An empty directory is an error that says which file was looked for."""
     with pytest.raises(ModelFilesError, match=f"{SINGLE_NAME}: No such file"):
