@@ -194,21 +194,9 @@ class BlockStore:
         hit("lookup.before")
         found: list[Block] = []
         budget = VERIFY_BYTES
-        limit = None if holding is None else holding.limit()
-        room = None if limit is None or holding is None else limit - holding.num_bytes
-
-        def has_room(block: Block) -> bool:
-            nonlocal room
-            if room is None or holding is None or block in holding:
-                return True
-            room -= stamp.slot_bytes
-            if room < 0:
-                self.counters["lookup_cut_client_limit"] += 1
-            return room >= 0
-
         for key in keys:
             block = self._find(stamp, key)
-            if block is None or (not block.is_verified and budget <= 0) or not has_room(block):
+            if block is None or (not block.is_verified and budget <= 0):
                 break
             budget -= 0 if block.is_verified else stamp.block_bytes
             if not self._verify(block):
@@ -216,8 +204,11 @@ class BlockStore:
             found.append(block)
         else:
             tails = (self._find(stamp, key) for key in tail_keys)
-            tail = next(filter(self._verify, filter(None, tails)), None)
-            found += [tail] if tail is not None and has_room(tail) else []
+            found += itertools.islice(filter(self._verify, filter(None, tails)), 1)
+        limit = holding.limit() if holding is not None else None
+        if holding is not None and limit is not None:
+            num_found, found = len(found), holding.cut(found, limit)
+            self.counters["lookup_cut_client_limit"] += len(found) < num_found
         lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
         self.counters["lookup_hit" if found else "lookup_miss"] += 1
         hit("lookup.after")
