@@ -24,27 +24,41 @@ class Holding:
         return block in self._counts
 
     def hold(self, block: Block) -> None:
-        """One more lease of this chain."""
-        counts, node = self._counts, block
-        while True:
-            count = counts.get(node, 0)
-            counts[node] = count + 1
-            if count:
-                return
-            self.num_bytes += node.stamp.slot_bytes
-            if node.parent is None:
-                return
+        """One more lease of this chain. Costs a step for each block that was not held before."""
+        counts, before = self._counts, len(self._counts)
+        node: Block | None = block
+        while node is not None:
+            if node in counts:
+                counts[node] += 1
+                break
+            counts[node] = 1
             node = node.parent
+        self.num_bytes += (len(counts) - before) * block.stamp.slot_bytes
 
     def let_go(self, block: Block) -> None:
         """One less."""
-        counts, node = self._counts, block
-        while True:
-            counts[node] -= 1
-            if counts[node]:
-                return
+        counts, before = self._counts, len(self._counts)
+        node: Block | None = block
+        while node is not None:
+            if counts[node] > 1:
+                counts[node] -= 1
+                break
             del counts[node]
-            self.num_bytes -= node.stamp.slot_bytes
-            if node.parent is None:
-                return
             node = node.parent
+        self.num_bytes -= (before - len(counts)) * block.stamp.slot_bytes
+
+    def cut(self, chain: list[Block], limit: int) -> list[Block]:
+        """As much of a chain, from its head on, as it may hold under that limit."""
+        if not chain:
+            return chain
+        slot_bytes = chain[0].stamp.slot_bytes
+        room = (limit - self.num_bytes) // slot_bytes
+        if len(chain) <= room:
+            return chain
+        for number, block in enumerate(chain):
+            if block in self._counts:
+                continue
+            room -= 1
+            if room < 0:
+                return chain[:number]
+        return chain

@@ -181,15 +181,16 @@ class BlockStore:
         shared memory. Raises LimitError.
         """
         hit("lookup.before")
-        has_room = self._room_of(stamp, holding)
-        found = self._find_chain(stamp, keys) if has_room is None else None
+        found = self._find_chain(stamp, keys)
         if found is None:
-            found = self._verified_prefix(stamp, keys, has_room)
+            found = self._verified_prefix(stamp, keys)
         if len(found) == len(keys):
             tails = (self._find(stamp, key) for key in tail_keys)
-            tail = next(filter(self._verify, filter(None, tails)), None)
-            if tail is not None and (has_room is None or has_room(tail)):
-                found.append(tail)
+            found += itertools.islice(filter(self._verify, filter(None, tails)), 1)
+        limit = holding.limit() if holding is not None else None
+        if holding is not None and limit is not None:
+            num_found, found = len(found), holding.cut(found, limit)
+            self.counters["lookup_cut_client_limit"] += len(found) < num_found
         lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
         self.counters["lookup_hit" if found else "lookup_miss"] += 1
         hit("lookup.after")
@@ -213,37 +214,12 @@ class BlockStore:
         found.reverse()
         return found if [block.key for block in found] == list(keys[:count]) else None
 
-    def _room_of(self, stamp: StampInfo, holding: Holding | None) -> Callable[[Block], bool] | None:
-        """Asked for block after block of a chain: may the client hold it too? None = any."""
-        limit = None if holding is None else holding.limit()
-        if limit is None or holding is None:
-            return None
-        room = limit - holding.num_bytes
-
-        def has_room(block: Block) -> bool:
-            nonlocal room
-            if block in holding:
-                return True
-            room -= stamp.slot_bytes
-            if room < 0:
-                self.counters["lookup_cut_client_limit"] += 1
-            return room >= 0
-
-        return has_room
-
-    def _verified_prefix(
-        self,
-        stamp: StampInfo,
-        keys: Sequence[bytes],
-        has_room: Callable[[Block], bool] | None,
-    ) -> list[Block]:
+    def _verified_prefix(self, stamp: StampInfo, keys: Sequence[bytes]) -> list[Block]:
         found: list[Block] = []
         budget = VERIFY_BYTES
         for key in keys:
             block = self._find(stamp, key)
             if block is None or (not block.is_verified and budget <= 0):
-                break
-            if has_room is not None and not has_room(block):
                 break
             budget -= 0 if block.is_verified else stamp.block_bytes
             if not self._verify(block):
