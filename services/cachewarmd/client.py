@@ -31,6 +31,7 @@ from cachewarmd.errors import (
     UnreachableError,
     from_wire,
 )
+from cachewarmd.protocol import blocks_of as blocks_of  # for who reads a LookupReply
 from cachewarmd.v1 import control_pb2 as pb
 
 # What maps memory is imported by who maps some: an engine's front never does, and its start is

@@ -20,6 +20,7 @@ from cachewarmd.huge_pages import Huge, populate
 from cachewarmd.layout import EXTENT_BYTES, RECORDS_PER_EXTENT, BlockState
 
 _STATE_NAMES = {int(state): state.name.lower() for state in BlockState}
+_AHEAD_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
@@ -33,7 +34,7 @@ class Extent:
     num_held: int = 0  # slots that a lease keeps
     last_used: int = 0  # tick; nothing in it that no lease keeps was used later
     stamp_ids: Counter[int] = field(default_factory=Counter)  # of what is sealed in it
-    is_populated: bool = False  # or soon will be, in this process's page table
+    populated_bytes: int = 0  # up to there it is in this process's page table, or soon will be
 
     @property
     def num_slots(self) -> int:
@@ -77,7 +78,7 @@ class Pool:
         self.num_locked = 0  # extents, the first ones
         self.num_extents_of: Counter[int] = Counter()  # by slot size, without the draining one
         self.draining: Extent | None = None
-        # Called with what should be run in a thread soon; who sets it calls `populate_ahead` once.
+        # Called with what should be run in a thread soon; who sets it calls `populate_next` once.
         self.in_background: Callable[[Callable[[], None]], object] | None = None
         self._free: deque[Extent] = deque()
         # By slot size: extents that have free slots, the last one in use.
@@ -175,6 +176,7 @@ class Pool:
         if not extents:
             return None
         slot = extents[-1].free_slots.pop()
+        self._populate_ahead(extents[-1], slot % RECORDS_PER_EXTENT * slot_bytes)
         if not extents[-1].free_slots:
             extents.pop()
         return slot
@@ -189,17 +191,26 @@ class Pool:
         first = extent.number * RECORDS_PER_EXTENT
         extent.free_slots = list(range(first + extent.num_slots - 1, first - 1, -1))
         self._join(extent)
-        self.populate_ahead()
+        self.populate_next()
         return True
 
-    def populate_ahead(self) -> None:
-        """So that publishes into the extent that is opened next are not slowed by page faults."""
-        if self._free and self.in_background is not None and not self._free[0].is_populated:
-            extent = self._free[0]
-            extent.is_populated = True
-            start = extent.number * EXTENT_BYTES
-            memory = self.memory[start : start + EXTENT_BYTES]
-            self.in_background(lambda: populate(memory))
+    def populate_next(self) -> None:
+        """As `_populate_ahead`, for the extent that is opened next."""
+        if self._free:
+            self._populate_ahead(self._free[0], 0)
+
+    def _populate_ahead(self, extent: Extent, start: int) -> None:
+        """So that what is written behind `start` of the extent does not wait for page faults.
+
+        Not all at once: what is mapped and not used yet counts as this process's memory.
+        """
+        done = max(extent.populated_bytes, start)
+        if self.in_background is None or done - start > _AHEAD_BYTES // 2 or done == EXTENT_BYTES:
+            return
+        extent.populated_bytes = min(done + _AHEAD_BYTES, EXTENT_BYTES)
+        base = extent.number * EXTENT_BYTES
+        memory = self.memory[base + done : base + extent.populated_bytes]
+        self.in_background(lambda: populate(memory))
 
     def drain(self, extent: Extent) -> None:
         """Hand out no more slots of an extent, until there is a free one: it or any other."""

@@ -87,7 +87,7 @@ class Server:
         recovery.serving(self._state.pool)
         ready()
         self._state.pool.in_background = lambda work: loop.run_in_executor(None, work)
-        self._state.pool.populate_ahead()
+        self._state.pool.populate_next()
         self._state.packers.prepare()
         try:
             await self._state.stop.wait()

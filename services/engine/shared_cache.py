@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cachewarmd.client import blocks_of
 from cachewarmd.errors import CachewarmError
 from cachewarmd.keys import block_key, chain_keys, tail_keys
 from cachewarmd.log import get_logger
-from cachewarmd.protocol import blocks_of
 from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import PrivateBlock, PrivatePool, SharedBlock
 from engine.daemon_link import DaemonLink, Link
