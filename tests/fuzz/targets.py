@@ -32,5 +32,6 @@ TARGETS = {
     "pack_plan": Entry("pack_plan", "cachewarmd"),
     "safetensors": Entry("safetensors", "cachewarmd"),
     "packer": Entry("packer", "cachewarmd"),
+    "snapshots": Entry("snapshots", "cachewarmd"),
     "channel": Entry("channel", "engine"),
 }
