@@ -73,8 +73,8 @@ def plant() -> AbstractContextManager[object]:
 
 def make() -> Target:
     """Some frames, alone and together, with and without descriptors."""
-    hello = pb.Envelope(id=1, num_fds=1, hello=pb.Hello(protocol_version=2, name="engine"))
-    lookup = pb.Envelope(id=2, lookup=pb.Lookup(stamp_id=0, keys=[b"k" * 32]))
+    hello = pb.Envelope(id=1, num_fds=1, hello=pb.Hello(protocol_version=3, name="engine"))
+    lookup = pb.Envelope(id=2, lookup=pb.Lookup(stamp_id=0, keys=b"k" * 32))
     both = protocol.encode(hello) + protocol.encode(lookup)
     seeds = [
         b"\0\1" + protocol.encode(hello),

@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError  # noqa: E402 - see above
 
 from cachewarmd import lease, log, protocol, segment, server  # noqa: E402
 from cachewarmd.config import Config  # noqa: E402
-from cachewarmd.errors import ModelFilesError  # noqa: E402
+from cachewarmd.errors import InvalidRequestError, ModelFilesError  # noqa: E402
 from cachewarmd.fdstore import FdStore  # noqa: E402
 from cachewarmd.kv import BlockStore  # noqa: E402
 from cachewarmd.notify import Notifier  # noqa: E402
@@ -74,14 +74,36 @@ async def _no_weights(*_: object, **__: object) -> Any:
     raise ModelFilesError("there are none")
 
 
+async def _no_snapshot(*_: object) -> Any:
+    raise InvalidRequestError("there is no disk")
+
+
 def _new_server() -> Server:
     log.configure("fuzz", "error")
-    config = Config(Path("/nowhere/s"), 2 * layout.EXTENT_BYTES, None, Path("/nowhere"), "error")
+    config = Config(
+        socket=Path("/nowhere/s"),
+        pool_bytes=2 * layout.EXTENT_BYTES,
+        exit_when_unused=None,
+        cgroup_root=Path("/nowhere"),
+        state_dir=None,
+        snapshot_path=None,
+        snapshot_on_stop=False,
+        snapshot_at_boot=False,
+        snapshot_max_bytes=0,
+        scrub_bytes_per_second=0,
+        max_client_slots=75,
+        on_change="keep",
+        lock="off",
+        strict=False,
+        log_level="error",
+    )
     made = Server(config, 1, FdStore(Notifier(), {}))
     state = made._state
     while state.commit_extent():
         pass
     state.weights.attach = _no_weights  # type: ignore[method-assign]
+    state.snapshots.save = _no_snapshot  # type: ignore[method-assign]
+    state.snapshots.load = _no_snapshot  # type: ignore[method-assign]
     lease.start_time = lambda pid: 1  # reads a file
     # It never stops.
     state.stop = cast(asyncio.Event, SimpleNamespace(set=lambda: None, is_set=lambda: False))
@@ -183,9 +205,9 @@ def make() -> Target:
     engine = [
         _message(1, pb.Envelope(id=1, hello=hello)),
         _message(0, pb.Envelope(id=2, register=stamp)),
-        _message(0, pb.Envelope(id=3, lookup=pb.Lookup(keys=keys[:1], tail_keys=keys[1:]))),
+        _message(0, pb.Envelope(id=3, lookup=pb.Lookup(keys=keys[0], tail_keys=keys[1]))),
         _message(0, pb.Envelope(id=4, publish=pb.Publish(lease=1, chain=chain, is_root=True))),
-        _message(0, pb.Envelope(id=5, lookup=pb.Lookup(keys=keys[:1], tail_keys=keys[1:]))),
+        _message(0, pb.Envelope(id=5, lookup=pb.Lookup(keys=keys[0], tail_keys=keys[1]))),
         _message(0, pb.Envelope(id=6, reattach=pb.Reattach(epoch=1, client_id=1, claims=claims))),
         _message(0, pb.Envelope(id=7, release=pb.Release(lease=1))),
         _message(0, pb.Envelope(id=8, peek=pb.Peek(keys=keys))),
@@ -193,15 +215,22 @@ def make() -> Target:
     plan = pb.PackPlan(segment_bytes=64)
     attach = pb.AttachWeights(model_name="m", plan=plan)
     front = [
-        _message(0, pb.Envelope(id=1, hello=pb.Hello(protocol_version=2, role=pb.ROLE_ENGINE))),
+        _message(
+            0,
+            pb.Envelope(
+                id=1,
+                hello=pb.Hello(protocol_version=protocol.PROTOCOL_VERSION, role=pb.ROLE_ENGINE),
+            ),
+        ),
         _message(9, pb.Envelope(id=2, attach_weights=attach)),
         _message(0, pb.Envelope(id=3, provide=pb.Provide(weights_sha256=b"w" * 32))),
         _message(0, pb.Envelope(warm_item_update=pb.WarmItemUpdate(job_id=1))),
     ]
     prompt = pb.WarmPrompt(text="hello")
+    boss = pb.Hello(protocol_version=protocol.PROTOCOL_VERSION, role=pb.ROLE_ADMIN)
     warmup = pb.Warmup(model_name="m", plan=plan, prompts=[prompt])
     admin = [
-        _message(0, pb.Envelope(id=1, hello=pb.Hello(protocol_version=2, role=pb.ROLE_ADMIN))),
+        _message(0, pb.Envelope(id=1, hello=boss)),
         _message(9, pb.Envelope(id=2, warmup=warmup)),
         _message(0, pb.Envelope(id=3, watch_job=pb.WatchJob(job_id=1))),
         _message(0, pb.Envelope(id=4, jobs=pb.Jobs())),
@@ -209,7 +238,11 @@ def make() -> Target:
         _message(0, pb.Envelope(id=6, evict=pb.Evict())),
         _message(0, pb.Envelope(id=7, cancel_job=pb.CancelJob(job_id=1))),
         _message(0, pb.Envelope(id=8, status=pb.Status())),
-        _message(0, pb.Envelope(id=9, shutdown=pb.Shutdown())),
+        _message(0, pb.Envelope(id=9, kick=pb.Kick(client_id=7))),
+        _message(9, pb.Envelope(id=10, snapshot_save=pb.SnapshotSave(name="s"))),
+        _message(9, pb.Envelope(id=11, snapshot_load=pb.SnapshotLoad())),
+        _message(0, pb.Envelope(id=12, verify=pb.Verify())),
+        _message(0, pb.Envelope(id=13, shutdown=pb.Shutdown())),
     ]
     seeds = [b"".join(said) for said in (engine, engine[:3], front, admin, admin[:3])]
     return Target(check, seeds, plant)
