@@ -23,7 +23,7 @@ from tests.fuzz.run import HAS_ATHERIS
 from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_RUNS = 100_000 * int(os.environ.get("CACHEWARM_TEST_REPEATS", "1"))
+NUM_RUNS = 120_000 * int(os.environ.get("CACHEWARM_TEST_REPEATS", "1"))
 # Everything here is the last to get a turn on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
 
