@@ -34,6 +34,7 @@ from tests.fuzz.targets import TARGETS, Entry
 LIMIT_S = 60
 MAX_GROWTH_BYTES = 10 << 20
 MAX_INPUT_BYTES = 4096
+SERVICES = Path(__file__).resolve().parents[2] / "services"
 HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
 
 
@@ -89,6 +90,11 @@ def guided(entry: Entry) -> Target:
     """The target with its guide instrumented."""
     from atheris.import_hook import HookManager
 
+    # An editable install brings an import hook of its own, whose modules atheris passes over.
+    hooks = [hook for hook in sys.meta_path if type(hook).__module__.startswith("_editable_")]
+    for hook in hooks:
+        sys.meta_path.remove(hook)
+    sys.path.insert(0, str(SERVICES))
     # As instrument_imports, which has no choice about comparisons.
     with HookManager({entry.guide}, set(), False, trace_dataflow=entry.sees_comparisons):
         return entry.make()
