@@ -29,7 +29,7 @@ from types import TracebackType
 
 from cachewarmd.errors import CachewarmError
 from cachewarmd.v1 import control_pb2 as pb
-from engine.client import EngineClient
+from engine.client import CallError, EngineClient
 from tests.chaos.client import COUNTERS, Stats
 from tests.chaos.plants import PLANTS, Plant
 from tests.daemon import PATIENCE_S, Daemon, environment
@@ -142,6 +142,16 @@ class Streams:
             elif stream.ids != self._alone[number]:
                 self._report.faults.append(f"wrong tokens: {stream.ids} for {self._alone[number]}")
 
+    def ready_worker(self) -> int:
+        """Pid of a worker that takes requests; waits until there is one."""
+        end = time.monotonic() + _STARVED_S
+        while time.monotonic() < end:
+            with contextlib.suppress(CallError):
+                if workers := self._client.server_info().workers:
+                    return int(workers[0].pid)
+            time.sleep(0.01)
+        raise AssertionError("no worker was ready in time")
+
     def stop(self) -> None:
         self._is_over.set()
         for thread in self._threads:
@@ -222,10 +232,11 @@ class Chaos:
         client.start(self.chance.getrandbits(32))
 
     def kill_worker(self) -> None:
-        assert self.engine is not None
+        """One that is ready: a front gives up when three in a row die in their start."""
+        assert self.streams is not None
         self.report.counts["worker_kills"] += 1
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.engine.worker_pids(1)[0], signal.SIGKILL)
+            os.kill(self.streams.ready_worker(), signal.SIGKILL)
 
     def kill_engine(self) -> None:
         """Front and worker; streams that had begun go on with the next one."""
