@@ -52,9 +52,10 @@ class Quarantine:
 
     async def watch(self, limit_s: float) -> None:
         """Free what nobody can hold any more, until nothing is left or `limit_s` are over."""
-        waits = [self._until_dead(orphan) for orphan in list(self._orphans.values())]
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*waits), limit_s)
+            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as waits:
+                for orphan in list(self._orphans.values()):
+                    waits.create_task(self._until_dead(orphan))
         for orphan in list(self._orphans.values()):
             _log.warning("leases_revoked_of_live_process", pid=orphan.identity.pid)
             self._free(orphan)

@@ -255,3 +255,14 @@ def test_lookups_are_served_within_a_second_after_a_kill(daemon: Daemon) -> None
         with connect_worker(daemon.socket) as after:
             assert len(after.lookup(*labels(8)).blocks) == 8
         print(f"lookups again after {time.monotonic() - started:.2f} s")
+
+
+def test_a_stop_while_old_leases_wait_for_their_client_is_quiet(daemon: Daemon) -> None:
+    """The client lives and has not told what it holds: that ends with the daemon, in order."""
+    with connect_worker(daemon.socket) as before:
+        lease = before.lookup()
+        before.publish(lease.lease, "kept")
+        daemon.kill_under_holder()
+        assert evict(daemon) == (0, 1)
+        daemon.stop()
+    assert "Traceback" not in daemon.log()
