@@ -83,6 +83,7 @@ class _Holder:
         """From start to end; returns the wait status."""
         # A signal waits until it is clear whose it is.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        # There is no thread here, and the child execs at once: it needs its own pid before.
         self._child = os.fork()
         if not self._child:
             self._become_daemon()
