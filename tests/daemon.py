@@ -133,8 +133,9 @@ class Daemon:
     def log(self) -> str:
         """What it wrote to stderr so far."""
         if self._log_file is not None:
-            self._log_file.seek(0)
-            self._log = self._log_file.read().decode(errors="replace")
+            # Not `read`: the daemon writes where this same open file stands, and we would move it.
+            size = os.fstat(self._log_file.fileno()).st_size
+            self._log = os.pread(self._log_file.fileno(), size, 0).decode(errors="replace")
         return self._log
 
     def is_running(self) -> bool:
