@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from cachewarmd.errors import InvalidRequestError, ProtocolError
 from cachewarmd.v1 import control_pb2 as pb
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 8 << 20
 MAX_FDS = 2
 KEY_BYTES = 32

@@ -43,6 +43,8 @@ class ItemState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ITEM_STATE_DONE: _ClassVar[ItemState]
     ITEM_STATE_FAILED: _ClassVar[ItemState]
     ITEM_STATE_CANCELLED: _ClassVar[ItemState]
+    ITEM_STATE_TIMED_OUT: _ClassVar[ItemState]
+    ITEM_STATE_SKIPPED: _ClassVar[ItemState]
 ROLE_UNSPECIFIED: Role
 ROLE_OBSERVER: Role
 ROLE_ENGINE: Role
@@ -68,9 +70,11 @@ ITEM_STATE_RUNNING: ItemState
 ITEM_STATE_DONE: ItemState
 ITEM_STATE_FAILED: ItemState
 ITEM_STATE_CANCELLED: ItemState
+ITEM_STATE_TIMED_OUT: ItemState
+ITEM_STATE_SKIPPED: ItemState
 
 class Envelope(_message.Message):
-    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "reattach", "reattach_reply", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job", "snapshot_save", "snapshot_load", "snapshot_reply", "verify", "verify_reply", "work_progress", "kick")
+    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "reattach", "reattach_reply", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job", "snapshot_save", "snapshot_load", "snapshot_reply", "verify", "verify_reply", "work_progress", "kick", "pin", "pin_reply", "unpin", "pins", "pins_reply", "purge", "unpin_reply", "warm_item_cancel")
     ID_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     NUM_FDS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +120,14 @@ class Envelope(_message.Message):
     VERIFY_REPLY_FIELD_NUMBER: _ClassVar[int]
     WORK_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     KICK_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    PIN_REPLY_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    PINS_REPLY_FIELD_NUMBER: _ClassVar[int]
+    PURGE_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_REPLY_FIELD_NUMBER: _ClassVar[int]
+    WARM_ITEM_CANCEL_FIELD_NUMBER: _ClassVar[int]
     id: int
     more: bool
     num_fds: int
@@ -161,7 +173,15 @@ class Envelope(_message.Message):
     verify_reply: VerifyReply
     work_progress: WorkProgress
     kick: Kick
-    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., reattach: _Optional[_Union[Reattach, _Mapping]] = ..., reattach_reply: _Optional[_Union[ReattachReply, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ..., snapshot_save: _Optional[_Union[SnapshotSave, _Mapping]] = ..., snapshot_load: _Optional[_Union[SnapshotLoad, _Mapping]] = ..., snapshot_reply: _Optional[_Union[SnapshotReply, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., verify_reply: _Optional[_Union[VerifyReply, _Mapping]] = ..., work_progress: _Optional[_Union[WorkProgress, _Mapping]] = ..., kick: _Optional[_Union[Kick, _Mapping]] = ...) -> None: ...
+    pin: Pin
+    pin_reply: PinReply
+    unpin: Unpin
+    pins: Pins
+    pins_reply: PinsReply
+    purge: Purge
+    unpin_reply: UnpinReply
+    warm_item_cancel: WarmItemCancel
+    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., reattach: _Optional[_Union[Reattach, _Mapping]] = ..., reattach_reply: _Optional[_Union[ReattachReply, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ..., snapshot_save: _Optional[_Union[SnapshotSave, _Mapping]] = ..., snapshot_load: _Optional[_Union[SnapshotLoad, _Mapping]] = ..., snapshot_reply: _Optional[_Union[SnapshotReply, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., verify_reply: _Optional[_Union[VerifyReply, _Mapping]] = ..., work_progress: _Optional[_Union[WorkProgress, _Mapping]] = ..., kick: _Optional[_Union[Kick, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., pin_reply: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., pins_reply: _Optional[_Union[PinsReply, _Mapping]] = ..., purge: _Optional[_Union[Purge, _Mapping]] = ..., unpin_reply: _Optional[_Union[UnpinReply, _Mapping]] = ..., warm_item_cancel: _Optional[_Union[WarmItemCancel, _Mapping]] = ...) -> None: ...
 
 class Ok(_message.Message):
     __slots__ = ()
@@ -416,12 +436,48 @@ class Provide(_message.Message):
     def __init__(self, weights_sha256: _Optional[bytes] = ..., model_name: _Optional[str] = ..., stamp: _Optional[str] = ...) -> None: ...
 
 class WarmPrompt(_message.Message):
-    __slots__ = ("text", "token_ids")
+    __slots__ = ("text", "token_ids", "chat", "shape", "name", "urgency", "pin", "ttl_ms", "deadline_ms", "tenant", "cache_salt", "is_optional")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    URGENCY_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    IS_OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    chat: ChatPrompt
+    shape: Shape
+    name: str
+    urgency: int
+    pin: bool
+    ttl_ms: int
+    deadline_ms: int
+    tenant: str
+    cache_salt: str
+    is_optional: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., shape: _Optional[_Union[Shape, _Mapping]] = ..., name: _Optional[str] = ..., urgency: _Optional[int] = ..., pin: _Optional[bool] = ..., ttl_ms: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_optional: _Optional[bool] = ...) -> None: ...
+
+class ChatPrompt(_message.Message):
+    __slots__ = ("messages_json", "add_generation_prompt")
+    MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    messages_json: str
+    add_generation_prompt: bool
+    def __init__(self, messages_json: _Optional[str] = ..., add_generation_prompt: _Optional[bool] = ...) -> None: ...
+
+class Shape(_message.Message):
+    __slots__ = ("length", "iterations")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    iterations: int
+    def __init__(self, length: _Optional[int] = ..., iterations: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -440,7 +496,7 @@ class WarmItem(_message.Message):
     def __init__(self, job_id: _Optional[int] = ..., index: _Optional[int] = ..., prompt: _Optional[_Union[WarmPrompt, _Mapping]] = ...) -> None: ...
 
 class WarmItemUpdate(_message.Message):
-    __slots__ = ("job_id", "index", "state", "num_tokens", "done_tokens", "already_warm", "error")
+    __slots__ = ("job_id", "index", "state", "num_tokens", "done_tokens", "already_warm", "error", "num_cached", "first_us", "last_us")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -448,6 +504,9 @@ class WarmItemUpdate(_message.Message):
     DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALREADY_WARM_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_US_FIELD_NUMBER: _ClassVar[int]
+    LAST_US_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     index: int
     state: ItemState
@@ -455,7 +514,18 @@ class WarmItemUpdate(_message.Message):
     done_tokens: int
     already_warm: bool
     error: str
-    def __init__(self, job_id: _Optional[int] = ..., index: _Optional[int] = ..., state: _Optional[_Union[ItemState, str]] = ..., num_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., already_warm: _Optional[bool] = ..., error: _Optional[str] = ...) -> None: ...
+    num_cached: int
+    first_us: int
+    last_us: int
+    def __init__(self, job_id: _Optional[int] = ..., index: _Optional[int] = ..., state: _Optional[_Union[ItemState, str]] = ..., num_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., already_warm: _Optional[bool] = ..., error: _Optional[str] = ..., num_cached: _Optional[int] = ..., first_us: _Optional[int] = ..., last_us: _Optional[int] = ...) -> None: ...
+
+class WarmItemCancel(_message.Message):
+    __slots__ = ("job_id", "index")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    index: int
+    def __init__(self, job_id: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Warmup(_message.Message):
     __slots__ = ("model_name", "version", "plan", "prompts")
@@ -482,20 +552,28 @@ class WatchJob(_message.Message):
     def __init__(self, job_id: _Optional[int] = ...) -> None: ...
 
 class JobItem(_message.Message):
-    __slots__ = ("index", "state", "num_tokens", "done_tokens", "already_warm", "detail")
+    __slots__ = ("index", "state", "num_tokens", "done_tokens", "already_warm", "detail", "name", "first_us", "last_us", "is_optional")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DONE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALREADY_WARM_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_US_FIELD_NUMBER: _ClassVar[int]
+    LAST_US_FIELD_NUMBER: _ClassVar[int]
+    IS_OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     index: int
     state: ItemState
     num_tokens: int
     done_tokens: int
     already_warm: bool
     detail: str
-    def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[ItemState, str]] = ..., num_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., already_warm: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
+    name: str
+    first_us: int
+    last_us: int
+    is_optional: bool
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[ItemState, str]] = ..., num_tokens: _Optional[int] = ..., done_tokens: _Optional[int] = ..., already_warm: _Optional[bool] = ..., detail: _Optional[str] = ..., name: _Optional[str] = ..., first_us: _Optional[int] = ..., last_us: _Optional[int] = ..., is_optional: _Optional[bool] = ...) -> None: ...
 
 class JobProgress(_message.Message):
     __slots__ = ("job_id", "state", "weights", "weights_done", "weights_already_warm", "items", "error", "model_name", "num_items", "num_items_done")
@@ -625,6 +703,80 @@ class Kick(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     client_id: int
     def __init__(self, client_id: _Optional[int] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("lease", "key", "ttl_ms", "label")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    key: bytes
+    ttl_ms: int
+    label: str
+    def __init__(self, lease: _Optional[int] = ..., key: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("pin_id", "num_bytes")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pin_id: int
+    num_bytes: int
+    def __init__(self, pin_id: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Unpin(_message.Message):
+    __slots__ = ("pin_ids", "label", "all")
+    PIN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    pin_ids: _containers.RepeatedScalarFieldContainer[int]
+    label: str
+    all: bool
+    def __init__(self, pin_ids: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ("num_pins",)
+    NUM_PINS_FIELD_NUMBER: _ClassVar[int]
+    num_pins: int
+    def __init__(self, num_pins: _Optional[int] = ...) -> None: ...
+
+class Pins(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PinStatus(_message.Message):
+    __slots__ = ("pin_id", "label", "key", "stamp", "num_blocks", "num_bytes", "expires_unix_ms")
+    PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    pin_id: int
+    label: str
+    key: bytes
+    stamp: str
+    num_blocks: int
+    num_bytes: int
+    expires_unix_ms: int
+    def __init__(self, pin_id: _Optional[int] = ..., label: _Optional[str] = ..., key: _Optional[bytes] = ..., stamp: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ...) -> None: ...
+
+class PinsReply(_message.Message):
+    __slots__ = ("pins", "num_bytes", "max_bytes")
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[PinStatus]
+    num_bytes: int
+    max_bytes: int
+    def __init__(self, pins: _Optional[_Iterable[_Union[PinStatus, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class Purge(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("only_if_unused",)
