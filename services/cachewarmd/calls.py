@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from cachewarmd import __version__, layout, protocol, scrub, segment
+from cachewarmd import __version__, layout, protocol, scrub, segment, verification
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import (
     InvalidRequestError,
@@ -174,13 +174,33 @@ def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -
     stamp = _stamp_of(client, request.stamp_id)
     if len(request.keys) + len(request.tail_keys) > MAX_KEYS * protocol.KEY_BYTES:
         raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
+    keys, tail_keys = map(protocol.split_keys, (request.keys, request.tail_keys))
+    unverified = state.kv.unverified(stamp, keys)
+    if unverified and len(client.tasks) < MAX_TASKS:
+
+        async def verify_first() -> None:
+            await verification.verify(state.kv, unverified)
+            _answer_lookup(state, client, envelope.id, stamp, keys, tail_keys)
+
+        client.run(envelope.id, "lookup", verify_first())
+    else:
+        _answer_lookup(state, client, envelope.id, stamp, keys, tail_keys)
+
+
+def _answer_lookup(
+    state: State,
+    client: Client,
+    request_id: int,
+    stamp: StampInfo,
+    keys: Sequence[bytes],
+    tail_keys: Sequence[bytes],
+) -> None:
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
         raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
-    keys, tail_keys = map(protocol.split_keys, (request.keys, request.tail_keys))
     lease, blocks = state.kv.lookup(stamp, keys, tail_keys, client.rows, client.holding)
     client.leases.add(lease)
     reply = pb.LookupReply(lease=lease, blocks=b"".join([b.packed for b in blocks]))
-    client.reply(envelope.id, lookup_reply=reply)
+    client.reply(request_id, lookup_reply=reply)
 
 
 def _publish(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
