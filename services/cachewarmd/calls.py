@@ -21,6 +21,7 @@ from cachewarmd.errors import (
     VersionMismatchError,
 )
 from cachewarmd.failpoints import hit
+from cachewarmd.job import Provider
 from cachewarmd.keys import peer_salt
 from cachewarmd.kv import NewBlock, Source
 from cachewarmd.layout import MAX_LEASES_PER_CLIENT
@@ -29,7 +30,6 @@ from cachewarmd.snapshot import Outcome
 from cachewarmd.state import Client, State
 from cachewarmd.status import status_now
 from cachewarmd.v1 import control_pb2 as pb
-from cachewarmd.warmup import Provider
 
 _log = get_logger()
 
@@ -261,11 +261,8 @@ def _provide(state: State, client: Client, envelope: pb.Envelope, _: list[int]) 
     if client.provider is not None:
         raise InvalidRequestError("this client provides already")
 
-    def send(item: pb.WarmItem) -> None:
-        client.connection.send(pb.Envelope(warm_item=item))
-
     client.reply(envelope.id, ok=pb.Ok())
-    client.provider = Provider(envelope.provide.weights_sha256, send)
+    client.provider = Provider(envelope.provide.weights_sha256, client.connection.send)
     state.warmer.add_provider(client.provider)
 
 
@@ -280,14 +277,23 @@ def _warm_item_update(state: State, client: Client, envelope: pb.Envelope, _: li
 
 def _warmup(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
     _check_names(envelope.warmup)
-    job = state.warmer.start(
+    _check_tasks(client)
+    known = state.warmer.find_key(envelope.warmup.key)
+    job = known or state.warmer.start(
         fds[0],
         envelope.warmup,
         follow_links=_may_follow_links(client),
         close_fd=lambda: protocol.close_all(fds),
+        plan_fd=fds[1] if len(fds) > 1 else -1,
     )
-    client.reply(envelope.id, warmup_reply=pb.WarmupReply(job_id=job.job_id))
-    return True
+
+    async def tell() -> None:
+        await job.is_kept.wait()  # a job that was told is there after a restart
+        reply = pb.WarmupReply(job_id=job.job_id, is_known=known is not None)
+        client.reply(envelope.id, warmup_reply=reply)
+
+    client.run(envelope.id, "warmup", tell())
+    return known is None
 
 
 def _watch_job(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:

@@ -51,7 +51,7 @@ _ADMIN_VERBS = {
     "warmup", "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
 }  # fmt: skip
 _FD_VERBS = {
-    "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 1), "is_warm": (0, 1),
+    "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 2), "is_warm": (0, 1),
     "snapshot_save": (1, 1), "snapshot_load": (1, 1),
 }  # fmt: skip
 

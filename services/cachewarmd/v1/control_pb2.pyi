@@ -528,22 +528,32 @@ class WarmItemCancel(_message.Message):
     def __init__(self, job_id: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Warmup(_message.Message):
-    __slots__ = ("model_name", "version", "plan", "prompts")
+    __slots__ = ("model_name", "version", "plan", "prompts", "key", "if_version", "stall_timeout_ms", "max_parallel")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    IF_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STALL_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     version: str
     plan: PackPlan
     prompts: _containers.RepeatedCompositeFieldContainer[WarmPrompt]
-    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., plan: _Optional[_Union[PackPlan, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[WarmPrompt, _Mapping]]] = ...) -> None: ...
+    key: str
+    if_version: str
+    stall_timeout_ms: int
+    max_parallel: int
+    def __init__(self, model_name: _Optional[str] = ..., version: _Optional[str] = ..., plan: _Optional[_Union[PackPlan, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[WarmPrompt, _Mapping]]] = ..., key: _Optional[str] = ..., if_version: _Optional[str] = ..., stall_timeout_ms: _Optional[int] = ..., max_parallel: _Optional[int] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "is_known")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_KNOWN_FIELD_NUMBER: _ClassVar[int]
     job_id: int
-    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+    is_known: bool
+    def __init__(self, job_id: _Optional[int] = ..., is_known: _Optional[bool] = ...) -> None: ...
 
 class WatchJob(_message.Message):
     __slots__ = ("job_id",)
