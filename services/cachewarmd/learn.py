@@ -7,8 +7,9 @@ again and again, the path that adds most (on a tree that is the optimum).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cachewarmd.traffic import Node, Traffic
 
@@ -17,14 +18,22 @@ MIN_COUNT = 2.0
 
 @dataclass(frozen=True)
 class Prefix:
-    """One entry of a plan: a chain from its first block to `keys`' end."""
+    """One entry of a plan: a chain from its first block on, in runs that need not be joined yet."""
 
-    group: Hashable
-    keys: bytes
-    ids: bytes  # empty where tokens were not kept
+    group: Any
+    key_runs: list[bytes]
+    id_runs: list[bytes]  # empty where tokens were not kept
     num_blocks: int
     count: float  # how often its end was seen
     saving: float  # blocks × count that it adds to the entries before it
+
+    @property
+    def keys(self) -> bytes:
+        return b"".join(self.key_runs)
+
+    @property
+    def ids(self) -> bytes:
+        return b"".join(self.id_runs)
 
 
 def choose(
@@ -33,12 +42,18 @@ def choose(
     top: int,
     min_count: float = MIN_COUNT,
     max_blocks: int | None = None,
+    wanted: Callable[[Any], bool] = lambda group: True,
 ) -> list[Prefix]:
-    """The best `top` prefixes, the best first; together at most `max_blocks` blocks."""
-    found = []
-    for group, root in traffic.roots():
-        for saving, end, start in _paths(traffic, root, now, min_count):
-            found.append((saving, group, end, start))
+    """The best `top` prefixes, the best first; together at most `max_blocks` blocks.
+
+    Only of the groups that are `wanted`.
+    """
+    found = [
+        (saving, group, end, start)
+        for group, root in traffic.roots()
+        if wanted(group)
+        for saving, end, start in _paths(traffic, root, now, min_count)
+    ]
     found.sort(key=lambda entry: -entry[0])
     chosen: list[Prefix] = []
     room = max_blocks
@@ -54,12 +69,12 @@ def choose(
             continue
         room = None if room is None else room - own
         path = _run(end, None)
-        keys = b"".join(node.keys for node in path)
-        ids = b"".join(node.ids for node in path)
-        has_ids = all(node.ids for node in path)
-        num_blocks = len(keys) // traffic.key_bytes
+        key_runs = [node.keys for node in path]
+        id_runs = [node.ids for node in path]
+        num_blocks = _num_blocks(traffic, path)
         count = traffic.count(end, now)
-        chosen.append(Prefix(group, keys, ids if has_ids else b"", num_blocks, count, saving))
+        ids = id_runs if all(id_runs) else []
+        chosen.append(Prefix(group, key_runs, ids, num_blocks, count, saving))
     return chosen
 
 

@@ -38,6 +38,7 @@ from cachewarmd.packers import Packers
 from cachewarmd.pool import Memfds, Pool
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
+from cachewarmd.traffic import Traffic
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider, Warmer
 from cachewarmd.weight_store import WeightStore
@@ -160,6 +161,7 @@ class State:
         weight_catalog.restore(self.weights, before.get("weights", {}), kept)
         self.kv.supersede(self.weights.versions.superseded)
         self.warmer = Warmer(self.weights)
+        self.traffic = Traffic() if config.learn != "off" else None
         self.snapshots = Snapshots(
             self.pool,
             self.kv,

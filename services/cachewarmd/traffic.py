@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-MAX_BYTES = 16 << 20
+MAX_BYTES = 8 << 20
 HALF_LIFE_S = 24 * 3600.0
 NODE_BYTES = 512  # what a node takes beside its keys and ids
 _MAX_TURNS = 8  # leaves that get another turn before one has to go all the same

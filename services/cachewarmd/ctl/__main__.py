@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from cachewarmd import options
-from cachewarmd.ctl import simulation, snapshots, verbs
+from cachewarmd.ctl import learned_plan, simulation, snapshots, verbs
 from cachewarmd.ctl.outcome import (
     EXIT_FAILED,
     PROGRAM,
@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("verify", verbs.verify)
     _add_snapshot(add)
+    learned_plan.add_arguments(add("plan", learned_plan.run), _argument)
     simulation.add_arguments(add("simulate", simulation.run), _argument)
     add("shutdown", verbs.shutdown).add_argument(
         "--only-if-unused", action="store_true", help="fail while an engine is connected"
