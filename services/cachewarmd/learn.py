@@ -84,7 +84,8 @@ def _paths(
     """(saving, last node, the node that it hangs on) of every path, each node in one of them."""
     order = [root]
     for node in order:
-        often = (c for c in node.children.values() if traffic.count(c, now) >= min_count)
+        # Rounded: what was seen exactly so often counts for a little less soon after.
+        often = (c for c in node.children.values() if traffic.count(c, now) + 0.5 >= min_count)
         order.extend(often)
     best: dict[Node, tuple[float, Node]] = {}  # by node: of the best path from it down
     paths = []
