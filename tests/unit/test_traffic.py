@@ -100,6 +100,22 @@ def test_memory_is_bounded_and_a_flood_does_not_wash_away_what_is_often_seen() -
     assert [prefix.keys for prefix in best] == [hot]
 
 
+def test_what_was_often_seen_outlives_a_flood_that_it_has_no_part_in() -> None:
+    """When its turn comes it goes on with half its count; what was seen once goes."""
+    traffic = Traffic(64 * NODE_BYTES)
+    for number in range(9):
+        traffic.saw("g", bytes(32), float(number // 8))
+        if number == 7:
+            traffic.saw("g", b"once".ljust(32), 0.0)
+    rng = random.Random(2)
+    for _ in range(150):
+        traffic.saw("g", rng.randbytes(32), 1.0)
+    assert [prefix.keys for prefix in choose(traffic, 1.0, 10)] == [bytes(32)]
+    kept = {node.keys for node in _nodes(traffic)}
+    assert bytes(32) in kept
+    assert b"once".ljust(32) not in kept
+
+
 def test_a_flood_of_groups_is_bounded_too() -> None:
     """A root goes with its last leaf."""
     traffic = Traffic(64 * NODE_BYTES)
