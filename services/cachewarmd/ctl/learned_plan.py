@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 from cachewarmd import options
 from cachewarmd.ctl import views
+from cachewarmd.ctl.arguments import Add, argument
 from cachewarmd.ctl.outcome import EXIT_FAILED, EXIT_OK, Output
 from cachewarmd.ctl.verbs import connect
 from cachewarmd.errors import CachewarmError
@@ -18,11 +18,12 @@ from cachewarmd.v1 import control_pb2 as pb
 _STALL_S = 30.0
 
 
-def add_arguments(verb: argparse.ArgumentParser, convert: Callable[[Any], Any]) -> None:
-    """`convert` makes an options parser one of argparse's."""
+def add_verbs(add: Add) -> None:
+    """`plan`."""
+    verb = add("plan", run)
     verb.add_argument(
         "--top",
-        type=convert(options.integer(1, 100_000)),
+        type=argument(options.integer(1, 100_000)),
         default=10_000,
         metavar="N",
         help="prefixes at most (default: 10000)",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cachewarmd import options, simulate
 from cachewarmd.ctl import views
+from cachewarmd.ctl.arguments import Add, argument
 from cachewarmd.ctl.outcome import EXIT_OK, Output, UsageError
 from cachewarmd.simulate_policies import POLICIES
 
@@ -18,11 +19,12 @@ _BAR_CELLS = 40
 _KV_DTYPE_BYTES = 2
 
 
-def add_arguments(verb: argparse.ArgumentParser, convert: Callable[[Any], Any]) -> None:
-    """`convert` makes an options parser one of argparse's."""
+def add_verbs(add: Add) -> None:
+    """`simulate`."""
+    verb = add("simulate", run)
     verb.add_argument(
         "trace",
-        type=convert(options.path),
+        type=argument(options.path),
         metavar="TRACE",
         help="JSON lines with timestamp (ms), input_length and hash_ids (blocks of 512 tokens)",
     )
@@ -34,7 +36,7 @@ def add_arguments(verb: argparse.ArgumentParser, convert: Callable[[Any], Any]) 
     )
     verb.add_argument(
         "--pool-bytes",
-        type=convert(options.size),
+        type=argument(options.size),
         action="append",
         metavar="SIZE",
         help="may be given several times (default: shares of what the whole trace needs)",
@@ -42,13 +44,13 @@ def add_arguments(verb: argparse.ArgumentParser, convert: Callable[[Any], Any]) 
     size = verb.add_mutually_exclusive_group()
     size.add_argument(
         "--bytes-per-token",
-        type=convert(options.integer(1, 1 << 32)),
+        type=argument(options.integer(1, 1 << 32)),
         metavar="N",
         help="of KV (default: 131072)",
     )
     size.add_argument(
         "--model",
-        type=convert(options.path),
+        type=argument(options.path),
         metavar="DIR",
         help="take the bytes of KV per token from this model's config.json",
     )
@@ -60,7 +62,7 @@ def add_arguments(verb: argparse.ArgumentParser, convert: Callable[[Any], Any]) 
     )
     verb.add_argument(
         "--top",
-        type=convert(options.integer(1, 1_000_000)),
+        type=argument(options.integer(1, 1_000_000)),
         default=10_000,
         metavar="N",
         help="prefixes in that plan at most (default: 10000)",
