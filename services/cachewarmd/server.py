@@ -49,6 +49,7 @@ _ENGINE_VERBS = {
 }  # fmt: skip
 _ADMIN_VERBS = {
     "warmup", "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
+    "learned",
 }  # fmt: skip
 _FD_VERBS = {
     "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 2), "is_warm": (0, 1),
