@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachewarmd import log, options, settings
+from cachewarmd import log, numa, options, settings
 from cachewarmd.budget import DEFAULT_CGROUP_ROOT
 from cachewarmd.layout import EXTENT_BYTES
 from cachewarmd.options import Option, OptionError
@@ -113,11 +113,27 @@ OPTIONS = (
         "WHEN",
     ),
     Option(
+        "numa",
+        options.choice(*numa.POLICIES),
+        "off",
+        "on which NUMA nodes new pool memory and weights are to lie: on one if it has room, on some "
+        "and no others, on some in turn; or wherever the kernel takes them",
+        "POLICY",
+    ),
+    Option(
+        "numa-nodes",
+        numa.NODES,
+        (),
+        "the nodes that numa means (default: all that have CPUs)",
+        "LIST",
+    ),
+    Option(
         "strict",
         options.flag,
         False,
         "refuse to start, instead of a warning, where the pool gets no huge pages, can't be locked "
-        "(unless lock is off), or can't be kept for the next daemon by who starts us",
+        "(unless lock is off), does not lie on its NUMA nodes, or can't be kept for the next daemon "
+        "by who starts us",
     ),
     Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
 )
@@ -140,6 +156,8 @@ class Config:
     max_client_slots: int  # percent
     on_change: str
     lock: str
+    numa: str
+    numa_nodes: tuple[int, ...]
     strict: bool
     log_level: str
 
