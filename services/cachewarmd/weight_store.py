@@ -66,8 +66,8 @@ class WeightStore:
 
     `is_used` tells whether a client has the weights of that digest; `on_superseded` gets the
     digests of all superseded weights whenever they are others than before; `read` reads the files,
-    in a thread; `on_change` is called when a later daemon would find something else; `place` decides
-    in a thread on which nodes a new memfd's pages will lie.
+    in a thread; `on_change` is called when a later daemon would find something else; `place`
+    decides in a thread on which nodes a new memfd's pages will lie.
     """
 
     def __init__(
