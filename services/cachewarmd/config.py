@@ -116,8 +116,8 @@ OPTIONS = (
         "numa",
         options.choice(*numa.POLICIES),
         "off",
-        "on which NUMA nodes new pool memory and weights are to lie: on one if it has room, on some "
-        "and no others, on some in turn; or wherever the kernel takes them",
+        "on which NUMA nodes new pool memory and weights are to lie: on one if it has room, on "
+        "some and no others, on some in turn; or wherever the kernel takes them",
         "POLICY",
     ),
     Option(
@@ -132,8 +132,8 @@ OPTIONS = (
         options.flag,
         False,
         "refuse to start, instead of a warning, where the pool gets no huge pages, can't be locked "
-        "(unless lock is off), does not lie on its NUMA nodes, or can't be kept for the next daemon "
-        "by who starts us",
+        "(unless lock is off), does not lie on its NUMA nodes, or can't be kept for the next "
+        "daemon by who starts us",
     ),
     Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
 )
