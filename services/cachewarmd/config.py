@@ -113,6 +113,14 @@ OPTIONS = (
         "WHEN",
     ),
     Option(
+        "prefault-bytes-per-second",
+        options.size,
+        0,
+        "allocate the pool at this rate while serving, so that it does not starve who is served "
+        "(0 = as fast as it can); a snapshot-at-boot waits for it",
+        "SIZE",
+    ),
+    Option(
         "numa",
         options.choice(*numa.POLICIES),
         "off",
@@ -156,6 +164,7 @@ class Config:
     max_client_slots: int  # percent
     on_change: str
     lock: str
+    prefault_bytes_per_second: int
     numa: str
     numa_nodes: tuple[int, ...]
     strict: bool

@@ -106,3 +106,11 @@ def test_pool_on_the_wrong_node_is_seen_and_under_strict_no_start(
     prelude = "\n".join((elsewhere, NO_HUGE_PAGES.replace("'not here'", "''")))
     strict = Daemon(short_dir / "c", "64MiB", ["--strict", "--lock=off", *bound], prelude=prelude)
     assert "pages of the pool lie on other nodes" in refused(strict)
+
+
+def test_pool_is_filled_no_faster_than_told(short_dir: Path) -> None:
+    """Three extents beyond the first at two a second, while the daemon answers."""
+    rate = ["--prefault-bytes-per-second=128MiB"]
+    with Daemon(short_dir / "a", "256MiB", rate) as daemon:
+        wait_until(lambda: daemon.status().pool.committed_bytes == 256 * MIB, "the pool")
+        assert daemon.status().uptime_s >= 1.5
