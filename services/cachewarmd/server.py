@@ -26,6 +26,7 @@ from cachewarmd.errors import (
     VersionMismatchError,
 )
 from cachewarmd.fdstore import FdStore
+from cachewarmd.layout import EXTENT_BYTES
 from cachewarmd.listener import Listening
 from cachewarmd.log import get_logger
 from cachewarmd.state import Client, State
@@ -155,9 +156,13 @@ class Server:
 
     async def _commit_pool(self) -> None:
         """Allocate the pool's pages extent by extent while serving."""
+        rate = self._state.config.prefault_bytes_per_second
+        pause_s = EXTENT_BYTES / rate if rate else 0.0
         try:
             await asyncio.to_thread(self._state.lock_committed)
-            while await asyncio.to_thread(self._state.commit_extent):
+            while await asyncio.sleep(pause_s, True) and await asyncio.to_thread(
+                self._state.commit_extent
+            ):
                 await asyncio.to_thread(self._state.lock_committed)
         except NoSpaceError as exc:
             missing = self._state.give_up_extents()

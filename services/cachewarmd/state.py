@@ -17,6 +17,7 @@ from cachewarmd import (
     fdstore,
     layout,
     memory_lock,
+    numa,
     recovery,
     segment,
     state_dir,
@@ -135,7 +136,11 @@ class State:
         self._catalog = self._open_catalog()
         before = self._catalog.content
         adopted = self._adoptable(before)
+        self._placement = numa.Placement(config.numa, config.numa_nodes)
         self.pool, is_clean = self._open_pool(epoch, adopted)
+        self._numa_refusal = self._placement.apply(self.pool.memory)
+        if self._numa_refusal:
+            _log.warning("pool_not_placed", reason=self._numa_refusal)
         self.epoch = int(self.pool.header["epoch"][0])
         self.may_lock = self._may_lock()
         if adopted is None:
@@ -158,6 +163,7 @@ class State:
             self.kv.supersede,
             self.packers.read,
             self.remember,
+            self._place_weights,
         )
         weight_catalog.restore(self.weights, before.get("weights", {}), kept)
         self.kv.supersede(self.weights.versions.superseded)
@@ -274,8 +280,36 @@ class State:
         if self.pool.huge.num_bytes < layout.EXTENT_BYTES:
             why = self.pool.huge.refusal
             raise NoSpaceError(f"the pool gets no huge pages: {why}")
+        self._check_placement()
         if self._kept.num_refused:
             raise NoSpaceError("the pool can't be kept for the next daemon: the fd store is full")
+
+    def _check_placement(self) -> None:
+        if self._numa_refusal:
+            raise NoSpaceError(self._numa_refusal)
+        if num_misplaced := self._placement.misplaced(self.pool.committed)[0]:
+            raise NoSpaceError(
+                f"numa {self.config.numa}: {num_misplaced} sampled pages of the pool lie on other "
+                f"nodes than {list(self._placement.nodes)}"
+            )
+
+    def _place_weights(self, fd: int, size: int) -> None:
+        if why := self._placement.apply(segment.map_memory(fd, size, writable=True)):
+            _log.warning("weights_not_placed", reason=why)
+
+    def num_misplaced_pages(self) -> int:
+        """Of those sampled in pool and weights; 0 where the kernel does not tell."""
+        found = [self.pool.committed]
+        for one in self.weights.segments:
+            fd = segment.reopen_readonly(one.fd)
+            try:
+                found.append(segment.map_memory(fd, one.size))
+            finally:
+                os.close(fd)
+        try:
+            return sum(self._placement.misplaced(memory)[0] for memory in found)
+        except OSError:
+            return 0
 
     def lock_committed(self) -> None:
         """Lock what the pool has by now; the first refusal ends it, with a warning."""
