@@ -6,17 +6,26 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from google.protobuf.message import DecodeError
 
-from cachewarmd import segment
+from cachewarmd import protocol, segment
 from cachewarmd.errors import InvalidRequestError, LimitError
 from cachewarmd.plan import MAX_ITEMS, MAX_PLAN_BYTES
 from cachewarmd.v1 import control_pb2 as pb
 
 _SIZE = struct.Struct("<I")
+_MAX_IN_FRAME = protocol.MAX_FRAME_BYTES // 2  # the rest is for the pack plan
 MAX_BYTES = MAX_PLAN_BYTES + MAX_ITEMS * _SIZE.size
+
+
+def put(request: pb.Warmup, prompts: Sequence[pb.WarmPrompt]) -> list[int]:
+    """Into the request, or where a frame is too small for them into a memfd, the caller's."""
+    if sum(prompt.ByteSize() for prompt in prompts) > _MAX_IN_FRAME:
+        return [memfd_of(prompts)]
+    request.prompts.extend(prompts)
+    return []
 
 
 def pack(prompts: Iterable[pb.WarmPrompt]) -> Iterator[bytes]:

@@ -49,9 +49,10 @@ _ENGINE_VERBS = {
     "warm_item_update",
 }  # fmt: skip
 _ADMIN_VERBS = {
-    "warmup", "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
+    "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
     "learned",
 }  # fmt: skip
+_EITHER_VERBS = {"warmup"}  # an engine warms what it is about to serve
 _FD_VERBS = {
     "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 2), "is_warm": (0, 1),
     "snapshot_save": (1, 1), "snapshot_load": (1, 1),
@@ -289,7 +290,8 @@ class Server:
             raise ProtocolError(f"{verb} takes {low} to {high} file descriptors, got {num_fds}")
         is_admin = client.role == pb.ROLE_ADMIN
         if (verb in _ADMIN_VERBS and not is_admin) or (
-            verb in _ENGINE_VERBS and client.role != pb.ROLE_ENGINE
+            (verb in _ENGINE_VERBS and client.role != pb.ROLE_ENGINE)
+            or (verb in _EITHER_VERBS and client.role == pb.ROLE_OBSERVER)
         ):
             raise NotPermittedError(f"{verb} is not for role {pb.Role.Name(client.role)}")
         if verb == "hello" and envelope.hello.role == pb.ROLE_ADMIN and not self._is_owner(client):

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from cachewarmd import plan, prompt_list, protocol
+from cachewarmd import plan, prompt_list
 from cachewarmd.ctl.outcome import UsageError
 from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError
 from cachewarmd.v1 import control_pb2 as pb
 
 PLAN_GROUP = "cachewarm.pack_plan"
-_MAX_IN_FRAME = protocol.MAX_FRAME_BYTES // 2  # the rest is for the pack plan
 
 
 def pack_plan(model_dir: Path) -> pb.PackPlan:
@@ -64,8 +63,8 @@ def prompts(args: argparse.Namespace) -> list[pb.WarmPrompt]:
     return found
 
 
-def build(args: argparse.Namespace, found: list[pb.WarmPrompt]) -> tuple[pb.Envelope, int]:
-    """The whole request, and a memfd of the prompts where a frame is too small for them, or -1."""
+def build(args: argparse.Namespace, found: list[pb.WarmPrompt]) -> tuple[pb.Envelope, list[int]]:
+    """The whole request, and what goes with it behind the directory: see `prompt_list.put`."""
     if not args.model.is_dir():
         raise ModelFilesError(f"{args.model}: no such model directory")
     request = pb.Warmup(
@@ -77,7 +76,5 @@ def build(args: argparse.Namespace, found: list[pb.WarmPrompt]) -> tuple[pb.Enve
         stall_timeout_ms=round(1000 * args.stall_timeout),
         max_parallel=args.jobs,
     )
-    if sum(prompt.ByteSize() for prompt in found) > _MAX_IN_FRAME:
-        return pb.Envelope(warmup=request), prompt_list.memfd_of(found)
-    request.prompts.extend(found)
-    return pb.Envelope(warmup=request), -1
+    fds = prompt_list.put(request, found)
+    return pb.Envelope(warmup=request), fds

@@ -194,12 +194,12 @@ def version(args: argparse.Namespace, output: Output) -> int:
 
 def warmup(args: argparse.Namespace, output: Output) -> int:
     """Load weights and compute prompts ahead of traffic."""
-    envelope, plan_fd = request.build(args, request.prompts(args))
+    envelope, plan_fds = request.build(args, request.prompts(args))
     with contextlib.ExitStack() as stack:
-        if plan_fd >= 0:
-            stack.callback(os.close, plan_fd)
+        for fd in plan_fds:
+            stack.callback(os.close, fd)
         client = stack.enter_context(connect(args, pb.ROLE_ADMIN))
-        fds = [stack.enter_context(directory(args.model)), *([plan_fd] if plan_fd >= 0 else [])]
+        fds = [stack.enter_context(directory(args.model)), *plan_fds]
         told = client.call(envelope, CALL_TIMEOUT_S, fds)[0].warmup_reply
     if not args.no_wait:
         return _follow(args, told.job_id, output)
