@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.block_table import BlockTable, PrivatePool, SharedBlock
-from engine.request import Submit
+from engine.request import BACKGROUND, Submit
 
 
 class Status(Enum):
@@ -55,6 +55,10 @@ class Sequence:
     def order(self) -> tuple[int, int, int]:
         """Who goes first: the smaller. "Oldest" and "youngest" are meant in this order."""
         return self.submit.urgency, self.submit.priority, self.arrival
+
+    @property
+    def is_background(self) -> bool:
+        return self.submit.urgency >= BACKGROUND
 
     @property
     def num_prompt(self) -> int:
@@ -249,24 +253,37 @@ class Scheduler:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def schedule(self, blocks_will_return: bool) -> list[ScheduledChunk]:
+    @property
+    def num_urgent(self) -> int:
+        """How many run that are more than background work."""
+        return sum(1 for sequence in self._running if not sequence.is_background)
+
+    def schedule(
+        self, blocks_will_return: bool, background_tokens: int | None = None
+    ) -> list[ScheduledChunk]:
         """What to compute next, oldest first; its private blocks are allocated.
 
+        Background prompts get what others leave of the chunk, and at most `background_tokens`.
         `blocks_will_return`: some blocks are on their way to the daemon and free again soon, so
         that a sequence that finds none sits out rather than loses its seat.
         """
         chunks: list[ScheduledChunk] = []
         budget = self._prefill_chunk
+        background = budget if background_tokens is None else background_tokens
         for sequence in self.running:
             if sequence.status is not Status.RUNNING:
                 continue  # an older one of this step needed its blocks
             start = sequence.num_computed
             wanted = budget if sequence.is_prefilling else 1
+            if sequence.is_background:
+                wanted = min(wanted, background)
             end = min(start + wanted, len(sequence.tokens))
             if end == start or not self._make_room(sequence, end, blocks_will_return):
                 continue
             if sequence.is_prefilling:
                 budget -= end - start
+            if sequence.is_background:
+                background -= end - start
             copied = sequence.table.make_writable(max(start, sequence.num_found), end)
             chunks.append(ScheduledChunk(sequence, start, end, copied))
         return chunks

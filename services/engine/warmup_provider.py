@@ -15,7 +15,15 @@ from cachewarmd.errors import CachewarmError, UnreachableError
 from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
 from engine import errors
-from engine.request import Finished, Output, Progress, SamplingParams, Submit, WorkerReady
+from engine.request import (
+    BACKGROUND,
+    Finished,
+    Output,
+    Progress,
+    SamplingParams,
+    Submit,
+    WorkerReady,
+)
 from engine.router import ActiveRequest, Router
 
 _log = get_logger()
@@ -24,7 +32,6 @@ _PROVIDE_TIMEOUT_S = 5.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 2.0
 _TELL_EVERY_S = 1.0  # also when nothing changed: the daemon hears that it is not forgotten
 _FULL_PAUSE_S = 0.5
-_BACKGROUND = 3
 
 Encode = Callable[[pb.WarmPrompt], Awaitable[list[int]]]
 
@@ -163,7 +170,7 @@ class WarmupProvider:
             stop_token_ids=[],
             tenant=prompt.tenant,
             cache_salt=prompt.cache_salt if prompt.HasField("cache_salt") else None,
-            urgency=prompt.urgency or _BACKGROUND,
+            urgency=prompt.urgency or BACKGROUND,
         )
         work.request = request = ActiveRequest(submit, is_warmup=True)
         await self._submit(request)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from cachewarmd.log import get_logger
 from engine.attempt import AttemptState, Clock, finished
+from engine.background import BackgroundShare
 from engine.block_table import BlockTable, PrivatePool, SharedBlock
 from engine.channel import BrokenChannelError
 from engine.config import WorkerConfig
@@ -72,6 +73,7 @@ class Worker:
         self._scheduler = Scheduler(
             pool, config.max_num_seqs, config.prefill_chunk, self._on_preempt
         )
+        self._background = BackgroundShare(config.prefill_chunk)
         self._states: dict[Sequence, AttemptState] = {}
         self._hand_offs = HandOffs(send, cache)
         self._is_blocked = False  # sequences are there, but none could run
@@ -249,14 +251,21 @@ class Worker:
     def _step(self) -> None:
         """One chunk of every sequence that takes part, then what follows from it."""
         will_return = self._cache is not None and self._cache.num_pending > 0
-        chunks = self._scheduler.schedule(will_return)
+        num_urgent = self._scheduler.num_urgent
+        share = None
+        if 0 < num_urgent < self._scheduler.num_running:
+            share = self._background.tokens(num_urgent)
+        chunks = self._scheduler.schedule(will_return, share)
         self._is_blocked = not chunks and self._has_work
         if not chunks:
             return
         self._num_tail_copies += sum(len(chunk.copied) for chunk in chunks)
         started = time.monotonic()
         rows = self._executor.forward([self._for_executor(chunk) for chunk in chunks])
-        self._measure(chunks, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._measure(chunks, seconds)
+        if share is not None:
+            self._measure_background(chunks, seconds)
         for chunk, logits in zip(chunks, rows, strict=True):
             self._take_result(chunk, logits)
 
@@ -318,6 +327,13 @@ class Worker:
             each = seconds / num_tokens
             before = self._seconds_per_token or each
             self._seconds_per_token = 0.8 * before + 0.2 * each
+
+    def _measure_background(self, chunks: list[ScheduledChunk], seconds: float) -> None:
+        """Beside decodes: prompts of others make a step as long as they are."""
+        if any(chunk.is_prefill and not chunk.sequence.is_background for chunk in chunks):
+            return
+        ours = sum(c.end - c.start for c in chunks if c.sequence.is_background)
+        self._background.measured(ours, seconds)
 
     @staticmethod
     def _sample(sequence: Sequence, logits: npt.NDArray[np.float32]) -> int:
