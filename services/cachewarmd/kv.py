@@ -30,6 +30,8 @@ from cachewarmd.protocol import BLOCK, KEY_BYTES
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE, CHECKSUM = "SHORT_READ", "PEER_GONE", "CHECKSUM"
 CLIENT_LIMIT, RETIRED = "CLIENT_LIMIT", "RETIRED"
+# Where content was seen that is not what was sealed.
+RECOVERY, SCRUB, VERIFY, SNAPSHOT = FAILURE_KINDS = ("recovery", "scrub", "verify", "snapshot")
 MAX_STAMPS = 4096
 # What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
 VERIFY_BYTES = 8 << 20
@@ -54,6 +56,11 @@ class Source:
     is_open: Callable[[], bool]
 
 
+def _counter_of(kind: str) -> str:
+    """Name of the counter of failures of that kind; "" = of all."""
+    return f"integrity_failures_{kind}" if kind else "integrity_failures"
+
+
 class BlockStore:
     """Index, leases and eviction over a Pool.
 
@@ -74,7 +81,10 @@ class BlockStore:
         self._tick = 0
         self._coldest = 0  # tick of what a snapshot brought last
         self._lease_ids = itertools.count(1)
-        self.counters: Counter[str] = Counter()
+        # These also where they are 0: whoever watches them must see them before they count.
+        self.counters: Counter[str] = Counter(
+            dict.fromkeys(map(_counter_of, ("", *FAILURE_KINDS)), 0)
+        )
 
     # -- stamps ---------------------------------------------------------------------------------
 
@@ -479,6 +489,7 @@ class BlockStore:
         # Of the pool's own copy: whatever happened on the way here is seen.
         if not self._pool.holds(slot, num_bytes, xxh3):
             self._pool.give_back(slot)
+            self._count_failure(SNAPSHOT)
             return CHECKSUM
         # Unlike every other: the order tells stale entries apart by ticks.
         self._coldest -= 1
@@ -600,21 +611,21 @@ class BlockStore:
                 self._verify(block)
         return bool(self._unverified)
 
-    def scrub(self, block: Block) -> bool:
+    def scrub(self, block: Block, kind: str) -> bool:
         """Hash a sealed block now, whoever looked before; if it is not what was sealed, it goes."""
         block.is_verified = False
-        return self._verify(block)
+        return self._verify(block, kind)
 
-    def _verify(self, block: Block) -> bool:
+    def _verify(self, block: Block, kind: str = RECOVERY) -> bool:
         """Is the content what was sealed? Asked once; if not, the block is gone afterwards."""
         if not block.is_verified:
             hit("verify.before")
             block.is_verified = self._pool.is_content_intact(block.slot)
             if not block.is_verified:
-                self.poison(block)
+                self.poison(block, kind)
         return block.is_verified
 
-    def poison(self, block: Block) -> None:
+    def poison(self, block: Block, kind: str) -> None:
         """Nobody gets it any more, nor what was computed from it, and who reads it notices."""
         doomed = set(block.subtree())
         for lease, entry in self._leases.items():
@@ -622,7 +633,11 @@ class BlockStore:
                 self._move_lease(lease, None)
         # Of retired weights they may have gone with the lease.
         self._drop_all({gone for gone in doomed if gone.is_sealed}, "poisoned")
-        self.counters["integrity_failures"] += 1
+        self._count_failure(kind)
+
+    def _count_failure(self, kind: str) -> None:
+        self.counters[_counter_of("")] += 1
+        self.counters[_counter_of(kind)] += 1
 
     # -- views ----------------------------------------------------------------------------------
 

@@ -45,10 +45,10 @@ POOL = "64MiB"  # a quarter of what the clients' chains would take
 # A block that is found to hold other bytes than were sealed leaves a mark, whichever daemon saw it.
 _MARK = """
 import os, cachewarmd.kv as kv
-def poison(self, block, poison=kv.BlockStore.poison):
+def poison(self, block, kind, poison=kv.BlockStore.poison):
     with open({marks!r}, "ab") as marks:
         marks.write(b"x")
-    poison(self, block)
+    poison(self, block, kind)
 kv.BlockStore.poison = poison
 import cachewarmd.server
 cachewarmd.server.IDLE_CHECK_S = 0.2
