@@ -279,11 +279,14 @@ def test_points_are_many_and_each_stands_once() -> None:
 @pytest.mark.parametrize("point", RUNNING)
 def test_a_kill_there_loses_nothing(killed: Walk, point: str) -> None:
     """The daemon dies there; the next one has what was sealed, and every byte of it is right."""
-    seconds = time_to_serve(killed, point)
-    print(f"{point}: served after {seconds:.2f} s")
-    # On a machine that is that busy any death costs as much.
-    assert seconds < RECOVERY_S or seconds < 3 * time_to_serve(killed, "lookup.before")
-    killed.check()
+    # Again where the machine had a busy moment; what is slow by itself is so each time.
+    for _ in range(5):
+        seconds = time_to_serve(killed, point)
+        print(f"{point}: served after {seconds:.2f} s")
+        killed.check()
+        if seconds < RECOVERY_S:
+            return
+    raise AssertionError(f"no daemon served within {RECOVERY_S:g} s")
 
 
 def time_to_serve(walk: Walk, point: str) -> float:
