@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachewarmd import log, options, settings
+from cachewarmd import log, numa, options, settings
 from cachewarmd.budget import DEFAULT_CGROUP_ROOT
 from cachewarmd.layout import EXTENT_BYTES
 from cachewarmd.options import Option, OptionError
@@ -113,11 +113,43 @@ OPTIONS = (
         "WHEN",
     ),
     Option(
+        "prefault-bytes-per-second",
+        options.size,
+        0,
+        "allocate the pool at this rate while serving, so that it does not starve who is served "
+        "(0 = as fast as it can); a snapshot-at-boot waits for it",
+        "SIZE",
+    ),
+    Option(
+        "numa",
+        options.choice(*numa.POLICIES),
+        "off",
+        "on which NUMA nodes new pool memory and weights are to lie: on one if it has room, on "
+        "some and no others, on some in turn; or wherever the kernel takes them",
+        "POLICY",
+    ),
+    Option(
+        "numa-nodes",
+        numa.NODES,
+        (),
+        "the nodes that numa means (default: all that have CPUs)",
+        "LIST",
+    ),
+    Option(
         "strict",
         options.flag,
         False,
         "refuse to start, instead of a warning, where the pool gets no huge pages, can't be locked "
-        "(unless lock is off), or can't be kept for the next daemon by who starts us",
+        "(unless lock is off), does not lie on its NUMA nodes, or can't be kept for the next "
+        "daemon by who starts us",
+    ),
+    Option(
+        "learn",
+        options.choice("off", "digests", "ids"),
+        "digests",
+        "what lookups are counted by, for `cachewarmd-ctl plan`: digests of prefixes, or also "
+        "their token ids, which are data made from prompts and all that a plan can be made of",
+        "WHAT",
     ),
     Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
 )
@@ -140,7 +172,11 @@ class Config:
     max_client_slots: int  # percent
     on_change: str
     lock: str
+    prefault_bytes_per_second: int
+    numa: str
+    numa_nodes: tuple[int, ...]
     strict: bool
+    learn: str
     log_level: str
 
 

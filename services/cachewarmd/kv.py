@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -75,7 +75,8 @@ class BlockStore:
         self._retired: set[bytes] = set()  # weights
         self._index: dict[bytes, Block] = {}
         self._leases: dict[int, Lease] = {}
-        self._unverified: deque[Block] = deque()  # content that another daemon sealed
+        # Content that another daemon sealed and nobody has looked at since; in order, None each.
+        self._unverified: dict[Block, None] = {}
         self._order = EvictionOrder()
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
         self._tick = 0
@@ -575,6 +576,7 @@ class BlockStore:
     def _drop(self, block: Block, cause: str) -> None:
         hit("evict.before")
         del self._index[block.key]
+        self._unverified.pop(block, None)
         block.is_sealed = False
         extent = self._pool.extent_of(block.slot)
         extent.stamp_ids[block.stamp.stamp_id] -= 1
@@ -600,16 +602,37 @@ class BlockStore:
             self._enter(block)
         for block in blocks:
             self._order.offer(block)
-        self._unverified = deque(block for block in blocks if not block.is_verified)
+        self._unverified = {block: None for block in blocks if not block.is_verified}
 
-    def verify_some(self, num_bytes: int) -> bool:
-        """Hash so much of what another daemon sealed; False when nothing is left to do."""
-        while self._unverified and num_bytes > 0:
-            block = self._unverified.popleft()
-            if block.is_sealed and not block.is_verified:
-                num_bytes -= block.stamp.block_bytes
-                self._verify(block)
-        return bool(self._unverified)
+    def next_unverified(self, num_bytes: int) -> list[Block]:
+        """So much of what another daemon sealed and nobody has looked at, at least a block."""
+        chosen: list[Block] = []
+        for block in self._unverified:
+            if chosen and num_bytes <= 0:
+                break
+            chosen.append(block)
+            num_bytes -= block.stamp.block_bytes
+        return chosen
+
+    def unverified(self, stamp: StampInfo, keys: Iterable[bytes]) -> list[Block]:
+        """The same of the sealed prefix of a chain, if it is more than a lookup hashes itself."""
+        if not self._unverified:
+            return []
+        found = itertools.takewhile(bool, (self._find(stamp, key) for key in keys))
+        chosen = [block for block in found if block is not None and not block.is_verified]
+        return chosen if len(chosen) * stamp.block_bytes > VERIFY_BYTES else []
+
+    def is_intact(self, block: Block) -> bool:
+        """Hash a block, in any thread: what comes out counts if it is still sealed afterwards."""
+        return self._pool.is_content_intact(block.slot)
+
+    def settle(self, block: Block, *, is_intact: bool, kind: str = RECOVERY) -> None:
+        """What `is_intact` said of a block that is sealed; if not, it is gone afterwards."""
+        hit("verify.before")
+        self._unverified.pop(block, None)
+        block.is_verified = is_intact
+        if not is_intact:
+            self.poison(block, kind)
 
     def scrub(self, block: Block, kind: str) -> bool:
         """Hash a sealed block now, whoever looked before; if it is not what was sealed, it goes."""
@@ -619,10 +642,7 @@ class BlockStore:
     def _verify(self, block: Block, kind: str = RECOVERY) -> bool:
         """Is the content what was sealed? Asked once; if not, the block is gone afterwards."""
         if not block.is_verified:
-            hit("verify.before")
-            block.is_verified = self._pool.is_content_intact(block.slot)
-            if not block.is_verified:
-                self.poison(block, kind)
+            self.settle(block, is_intact=self.is_intact(block), kind=kind)
         return block.is_verified
 
     def poison(self, block: Block, kind: str) -> None:

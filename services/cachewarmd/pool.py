@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from cachewarmd import layout, memory_lock, segment
@@ -139,6 +140,11 @@ class Pool:
         self.extents.append(extent)
         self._free.append(extent)
         return True
+
+    @property
+    def committed(self) -> npt.NDArray[np.uint8]:
+        """The bytes whose pages are there."""
+        return self.memory[: len(self.extents) * EXTENT_BYTES]
 
     def lock_committed(self) -> str:
         """Keep what is committed from being swapped out; empty, or why not all of it is."""

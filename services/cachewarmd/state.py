@@ -17,6 +17,7 @@ from cachewarmd import (
     fdstore,
     layout,
     memory_lock,
+    numa,
     recovery,
     segment,
     state_dir,
@@ -31,6 +32,7 @@ from cachewarmd.errors import CachewarmError, InternalError, InvalidRequestError
 from cachewarmd.failpoints import hit
 from cachewarmd.fdstore import FdStore
 from cachewarmd.holding import Holding
+from cachewarmd.job import Provider
 from cachewarmd.kv import BlockStore
 from cachewarmd.lease import LeaseRows, LeaseTable
 from cachewarmd.log import get_logger
@@ -38,8 +40,9 @@ from cachewarmd.packers import Packers
 from cachewarmd.pool import Memfds, Pool
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
+from cachewarmd.traffic import Traffic
 from cachewarmd.v1 import control_pb2 as pb
-from cachewarmd.warmup import Provider, Warmer
+from cachewarmd.warmup import Warmer
 from cachewarmd.weight_store import WeightStore
 
 _log = get_logger()
@@ -133,7 +136,11 @@ class State:
         self._catalog = self._open_catalog()
         before = self._catalog.content
         adopted = self._adoptable(before)
+        self._placement = numa.Placement(config.numa, config.numa_nodes)
         self.pool, is_clean = self._open_pool(epoch, adopted)
+        self._numa_refusal = self._placement.apply(self.pool.memory)
+        if self._numa_refusal:
+            _log.warning("pool_not_placed", reason=self._numa_refusal)
         self.epoch = int(self.pool.header["epoch"][0])
         self.may_lock = self._may_lock()
         if adopted is None:
@@ -156,10 +163,13 @@ class State:
             self.kv.supersede,
             self.packers.read,
             self.remember,
+            self._place_weights,
         )
         weight_catalog.restore(self.weights, before.get("weights", {}), kept)
         self.kv.supersede(self.weights.versions.superseded)
-        self.warmer = Warmer(self.weights)
+        self.warmer = Warmer(self.weights, kept)
+        self.warmer.restore()
+        self.traffic = Traffic() if config.learn != "off" else None
         self.snapshots = Snapshots(
             self.pool,
             self.kv,
@@ -270,14 +280,47 @@ class State:
         if self.pool.huge.num_bytes < layout.EXTENT_BYTES:
             why = self.pool.huge.refusal
             raise NoSpaceError(f"the pool gets no huge pages: {why}")
+        self._check_placement()
         if self._kept.num_refused:
             raise NoSpaceError("the pool can't be kept for the next daemon: the fd store is full")
+
+    def _check_placement(self) -> None:
+        if self._numa_refusal:
+            raise NoSpaceError(self._numa_refusal)
+        if num_misplaced := self._placement.misplaced(self.pool.committed)[0]:
+            raise NoSpaceError(
+                f"numa {self.config.numa}: {num_misplaced} sampled pages of the pool lie on other "
+                f"nodes than {list(self._placement.nodes)}"
+            )
+
+    def _place_weights(self, fd: int, size: int) -> None:
+        if why := self._placement.apply(segment.map_memory(fd, size, writable=True)):
+            _log.warning("weights_not_placed", reason=why)
+
+    def num_misplaced_pages(self) -> int:
+        """Of those sampled in pool and weights; 0 where the kernel does not tell."""
+        found = [self.pool.committed]
+        for one in self.weights.segments:
+            fd = segment.reopen_readonly(one.fd)
+            try:
+                found.append(segment.map_memory(fd, one.size))
+            finally:
+                os.close(fd)
+        try:
+            return sum(self._placement.misplaced(memory)[0] for memory in found)
+        except OSError:
+            return 0
 
     def lock_committed(self) -> None:
         """Lock what the pool has by now; the first refusal ends it, with a warning."""
         if self.may_lock and (why := self.pool.lock_committed()):
             self.may_lock = False
             _log.warning("pool_not_locked", reason=why)
+
+    @property
+    def num_fds_kept(self) -> int:
+        """Descriptors that the next daemon will get; 0 where nobody keeps any."""
+        return len(self._kept.names)
 
     @property
     def num_fds_not_kept(self) -> int:

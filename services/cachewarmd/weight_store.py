@@ -66,7 +66,8 @@ class WeightStore:
 
     `is_used` tells whether a client has the weights of that digest; `on_superseded` gets the
     digests of all superseded weights whenever they are others than before; `read` reads the files,
-    in a thread; `on_change` is called when a later daemon would find something else.
+    in a thread; `on_change` is called when a later daemon would find something else; `place`
+    decides in a thread on which nodes a new memfd's pages will lie.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class WeightStore:
         on_superseded: Callable[[frozenset[bytes]], None] = lambda digests: None,
         read: weights.Reader = weights.read_files,
         on_change: Callable[[], None] = lambda: None,
+        place: Callable[[int, int], None] = lambda fd, size: None,
     ) -> None:
         self._budget = budget
         self._is_used = is_used
         self._on_superseded = on_superseded
         self._read_files = read
         self._on_change = on_change
+        self._place = place
         self.versions = Versions()
         self._ticks = itertools.count(1)
         self._is_closed = False
@@ -285,6 +288,7 @@ class WeightStore:
         """Load in a thread; what is not needed makes room."""
 
         def allocate(fd: int, size: int, tell: Callable[[int], None]) -> Huge:
+            self._place(fd, size)
             return self._budget.allocate(fd, size, f"weights of {model.name}", tell)
 
         while True:

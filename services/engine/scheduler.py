@@ -15,7 +15,7 @@ Others grow into the rest; when that is used up the youngest gives way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -178,13 +178,16 @@ class Scheduler:
 
     # -- admission ------------------------------------------------------------------------------
 
-    def candidate(self) -> Sequence | None:
+    def candidate(self, passed: Set[Sequence] = frozenset()) -> Sequence | None:
         """The waiting sequence that comes next; None = none waits, or there is no seat for it.
+
+        Those of `passed` don't come now.
 
         One that begins like a sequence in prefill waits until that has computed what both need,
         and lets others pass meanwhile. For a more urgent one the youngest leaves its seat.
         """
-        found = next((s for s in self._waiting if not self._can_follow(s)), None)
+        able = (s for s in self._waiting if s not in passed and not self._can_follow(s))
+        found = next(able, None)
         if found is None or len(self._running) < self._max_num_seqs:
             return found
         return found if self._give_way(found) else None

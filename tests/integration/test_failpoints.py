@@ -23,6 +23,7 @@ from cachewarmd.errors import CachewarmError
 from cachewarmd.v1 import control_pb2 as pb
 from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
 from tests.fail_points import Tokens, in_the_code
+from tests.integration import test_jobs
 from tests.integration.test_restart import evict, reattach
 from tests.integration.test_snapshots import load, save
 from tests.integration.test_weight_service import attach, plan_of, write_model
@@ -109,6 +110,19 @@ class Walk:
         evict(self.daemon)
         load(self.daemon, file)
 
+    def warm_up(self) -> None:
+        """A job with one prompt, computed at once; also what earlier ones left."""
+        folder = write_model(self.folder / "warmed", 1.0, 2.0)
+        with connect_worker(self.daemon.socket) as worker:
+            digest, _, _ = attach(worker.client, folder, plan_of(2))
+        with test_jobs.Engine(self.daemon, digest, answers=True):
+            job_id = test_jobs.start(self.daemon, folder, pb.WarmPrompt(text="a"))
+            watch = pb.Envelope(watch_job=pb.WatchJob(job_id=job_id))
+            with self.daemon.client(pb.ROLE_OBSERVER) as client:
+                # A daemon that came since has no engine for it: the next try brings one.
+                told = client.stream(watch, lambda _: None, 3.0)[0].job_progress
+            assert told.state == "done"
+
     def until_taken(self, point: str, step: Step) -> None:
         end = time.monotonic() + PATIENCE_S
         self.tokens.put(point)
@@ -166,6 +180,7 @@ STEPS: dict[str, Step] = {
     "copy": Walk.publish,
     "evict": Walk.evict,
     "free": Walk.evict,
+    "job": Walk.warm_up,
     "lease": Walk.publish,
     "lookup": Walk.publish,
     "pack": Walk.load_weights,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cachewarmd import numa
 from tests.daemon import NOBODY, Daemon, StartFailedError, wait_until
 
 MIB = 1 << 20
@@ -86,3 +87,30 @@ def test_what_can_not_be_kept_is_counted_and_under_strict_no_start(short_dir: Pa
     assert "the fd store is full" in refused(
         Daemon(short_dir / "b", "64MiB", strict, prelude=prelude)
     )
+
+
+@pytest.mark.skipif(not numa.topology(), reason="the kernel knows no NUMA nodes")
+def test_pool_on_the_wrong_node_is_seen_and_under_strict_no_start(
+    short_dir: Path,
+) -> None:
+    """A policy that came too late or did nothing must not be believed."""
+    node = numa.topology()[0].number
+    bound = ["--numa=bind", f"--numa-nodes={node}"]
+    with Daemon(short_dir / "a", "64MiB", bound) as daemon:
+        assert daemon.status().counters["numa_misplaced_pages"] == 0
+    elsewhere = (
+        "import cachewarmd.numa as n; n.Linux.nodes_of = lambda self, pages: [99] * len(pages)"
+    )
+    with Daemon(short_dir / "b", "64MiB", bound, prelude=elsewhere) as daemon:
+        assert daemon.status().counters["numa_misplaced_pages"] > 0
+    prelude = "\n".join((elsewhere, NO_HUGE_PAGES.replace("'not here'", "''")))
+    strict = Daemon(short_dir / "c", "64MiB", ["--strict", "--lock=off", *bound], prelude=prelude)
+    assert "pages of the pool lie on other nodes" in refused(strict)
+
+
+def test_pool_is_filled_no_faster_than_told(short_dir: Path) -> None:
+    """Three extents beyond the first at two a second, while the daemon answers."""
+    rate = ["--prefault-bytes-per-second=128MiB"]
+    with Daemon(short_dir / "a", "256MiB", rate) as daemon:
+        wait_until(lambda: daemon.status().pool.committed_bytes == 256 * MIB, "the pool")
+        assert daemon.status().uptime_s >= 1.5
