@@ -30,6 +30,8 @@ from cachewarmd.protocol import BLOCK, KEY_BYTES
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE, CHECKSUM = "SHORT_READ", "PEER_GONE", "CHECKSUM"
 CLIENT_LIMIT, RETIRED = "CLIENT_LIMIT", "RETIRED"
+# Where content was seen that is not what was sealed.
+RECOVERY, SCRUB, VERIFY, SNAPSHOT = FAILURE_KINDS = ("recovery", "scrub", "verify", "snapshot")
 MAX_STAMPS = 4096
 # What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
 VERIFY_BYTES = 8 << 20
@@ -54,6 +56,11 @@ class Source:
     is_open: Callable[[], bool]
 
 
+def _counter_of(kind: str) -> str:
+    """Name of the counter of failures of that kind; "" = of all."""
+    return f"integrity_failures_{kind}" if kind else "integrity_failures"
+
+
 class BlockStore:
     """Index, leases and eviction over a Pool.
 
@@ -75,7 +82,10 @@ class BlockStore:
         self._tick = 0
         self._coldest = 0  # tick of what a snapshot brought last
         self._lease_ids = itertools.count(1)
-        self.counters: Counter[str] = Counter()
+        # These also where they are 0: whoever watches them must see them before they count.
+        self.counters: Counter[str] = Counter(
+            dict.fromkeys(map(_counter_of, ("", *FAILURE_KINDS)), 0)
+        )
 
     # -- stamps ---------------------------------------------------------------------------------
 
@@ -480,6 +490,7 @@ class BlockStore:
         # Of the pool's own copy: whatever happened on the way here is seen.
         if not self._pool.holds(slot, num_bytes, xxh3):
             self._pool.give_back(slot)
+            self._count_failure(SNAPSHOT)
             return CHECKSUM
         # Unlike every other: the order tells stale entries apart by ticks.
         self._coldest -= 1
@@ -615,26 +626,26 @@ class BlockStore:
         """Hash a block, in any thread: what comes out counts if it is still sealed afterwards."""
         return self._pool.is_content_intact(block.slot)
 
-    def settle(self, block: Block, *, is_intact: bool) -> None:
+    def settle(self, block: Block, *, is_intact: bool, kind: str = RECOVERY) -> None:
         """What `is_intact` said of a block that is sealed; if not, it is gone afterwards."""
         hit("verify.before")
         self._unverified.pop(block, None)
         block.is_verified = is_intact
         if not is_intact:
-            self.poison(block)
+            self.poison(block, kind)
 
-    def scrub(self, block: Block) -> bool:
+    def scrub(self, block: Block, kind: str) -> bool:
         """Hash a sealed block now, whoever looked before; if it is not what was sealed, it goes."""
         block.is_verified = False
-        return self._verify(block)
+        return self._verify(block, kind)
 
-    def _verify(self, block: Block) -> bool:
+    def _verify(self, block: Block, kind: str = RECOVERY) -> bool:
         """Is the content what was sealed? Asked once; if not, the block is gone afterwards."""
         if not block.is_verified:
-            self.settle(block, is_intact=self.is_intact(block))
+            self.settle(block, is_intact=self.is_intact(block), kind=kind)
         return block.is_verified
 
-    def poison(self, block: Block) -> None:
+    def poison(self, block: Block, kind: str) -> None:
         """Nobody gets it any more, nor what was computed from it, and who reads it notices."""
         doomed = set(block.subtree())
         for lease, entry in self._leases.items():
@@ -642,7 +653,11 @@ class BlockStore:
                 self._move_lease(lease, None)
         # Of retired weights they may have gone with the lease.
         self._drop_all({gone for gone in doomed if gone.is_sealed}, "poisoned")
-        self.counters["integrity_failures"] += 1
+        self._count_failure(kind)
+
+    def _count_failure(self, kind: str) -> None:
+        self.counters[_counter_of("")] += 1
+        self.counters[_counter_of(kind)] += 1
 
     # -- views ----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ CHAIN = [f"chain{number}" for number in range(4)]
 # Points of a start or of an end that is in order: not on a running daemon's way.
 AT_START = {"commit.before", "commit.after"}
 AT_END = {"clean.before", "clean.after"}
+# From the death of a daemon until the next one answers, wherever it died.
+RECOVERY_S = 2.0
 
 Step = Callable[["Walk"], None]
 
@@ -291,12 +294,31 @@ def test_points_are_many_and_each_stands_once() -> None:
 @pytest.mark.parametrize("point", RUNNING)
 def test_a_kill_there_loses_nothing(killed: Walk, point: str) -> None:
     """The daemon dies there; the next one has what was sealed, and every byte of it is right."""
-    before = killed.daemon.status().epoch
-    killed.until_taken(point, step_of(point))
-    started = time.monotonic()
-    wait_until(lambda: is_served(killed.daemon, before), "the next daemon serves")
-    print(f"served after {time.monotonic() - started:.2f} s")
-    killed.check()
+    # Again where the machine had a busy moment; what is slow by itself is so each time.
+    for _ in range(5):
+        seconds = time_to_serve(killed, point)
+        print(f"{point}: served after {seconds:.2f} s")
+        killed.check()
+        if seconds < RECOVERY_S:
+            return
+    raise AssertionError(f"no daemon served within {RECOVERY_S:g} s")
+
+
+def time_to_serve(walk: Walk, point: str) -> float:
+    """Let the daemon die there; how long it took from then until the next one answered."""
+    before = walk.daemon.status().epoch
+
+    def measure() -> float:
+        walk.tokens.wait_taken(point)
+        started = time.monotonic()
+        wait_until(lambda: is_served(walk.daemon, before), "the next daemon serves")
+        return time.monotonic() - started
+
+    walk.tokens.put(point)
+    with ThreadPoolExecutor(1) as thread:
+        seconds = thread.submit(measure)
+        walk.until_taken(point, step_of(point))
+        return seconds.result()
 
 
 def is_served(daemon: Daemon, epoch: int) -> bool:

@@ -162,6 +162,7 @@ def test_changed_content_is_a_miss_and_takes_its_descendants(
     _, found = after.store.lookup(after.info, keys_of(full(1, 2, 3)), [])
     assert [block.key for block in found] == [key_of(full(1))]
     assert after.store.counters["integrity_failures"] == 1
+    assert after.store.counters["integrity_failures_recovery"] == 1
     assert not after.is_sealed(full(1, 2, 3))
     assert after.pool.records["generation"][middle.slot] == middle.generation + 1
     after.store.check_invariants()
