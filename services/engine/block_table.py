@@ -136,6 +136,17 @@ class BlockTable:
         for block in shared:
             self._append(block)
 
+    def alias(self, num_positions: int) -> None:
+        """All positions in one private block, for a run whose results nobody reads.
+
+        Raises OutOfBlocksError.
+        """
+        block = self._pool.allocate()
+        self._append(block)
+        while len(self.blocks) * self.block_size < num_positions:
+            self._pool.hold(block)
+            self._append(block)
+
     def fork(self, other: BlockTable, num_positions: int) -> int:
         """Go on, behind the own blocks, with private ones of `other` that hold the same tokens.
 

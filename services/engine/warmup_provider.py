@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from cachewarmd.client import Client
 from cachewarmd.errors import CachewarmError, UnreachableError
 from cachewarmd.log import get_logger
@@ -153,25 +155,39 @@ class WarmupProvider:
     async def _run_item(self, prompt: pb.WarmPrompt, work: _Work) -> None:
         """Fills in the update up to the end. Raises EngineError."""
         update = work.update
+        if prompt.HasField("shape"):
+            await self._run_shape(prompt.shape, work)
+            return
         ids = await self._encode(prompt)
         if not 0 < len(ids) <= self._max_context:
             raise errors.ContextTooLongError(
                 [("prompt", f"{len(ids)} tokens; 1 to {self._max_context} are allowed")]
             )
         update.num_tokens = len(ids)
-        submit = Submit(
-            request_id=f"warmup-{update.job_id}-{update.index}",
-            attempt=0,
-            prompt_ids=ids,
-            output_ids=[],
-            sampling=SamplingParams(),
-            resolved_seed=0,
-            max_tokens=0,
-            stop_token_ids=[],
+        submit = msgspec.structs.replace(
+            _submit(update, ids),
             tenant=prompt.tenant,
             cache_salt=prompt.cache_salt if prompt.HasField("cache_salt") else None,
             urgency=prompt.urgency or BACKGROUND,
         )
+        await self._follow(submit, work)
+
+    async def _run_shape(self, shape: pb.Shape, work: _Work) -> None:
+        """As `_run_item`."""
+        update, length = work.update, shape.length
+        if not 0 < length <= self._max_context:
+            raise errors.ContextTooLongError(
+                [("shape", f"{length} tokens; 1 to {self._max_context} are allowed")]
+            )
+        update.num_tokens = max(1, shape.iterations)
+        submit = msgspec.structs.replace(
+            _submit(update, []), scratch_length=length, scratch_iterations=update.num_tokens
+        )
+        await self._follow(submit, work)
+
+    async def _follow(self, submit: Submit, work: _Work) -> None:
+        """Up to the end of what is computed."""
+        update = work.update
         work.request = request = ActiveRequest(submit, is_warmup=True)
         await self._submit(request)
         try:
@@ -196,6 +212,9 @@ class WarmupProvider:
             case Progress():
                 update.state, update.done_tokens = pb.ITEM_STATE_RUNNING, event.num_computed
                 self._tell(update)
+            case Finished(reason="length", scratch_us=(first, last)):
+                update.done_tokens, update.state = update.num_tokens, pb.ITEM_STATE_DONE
+                update.first_us, update.last_us = first, last
             case Finished(reason="length"):
                 update.num_cached = event.num_cached_tokens
                 update.done_tokens = update.num_tokens
@@ -212,6 +231,20 @@ class WarmupProvider:
         if self._client is not None:
             with contextlib.suppress(UnreachableError):
                 self._client.notify(pb.Envelope(warm_item_update=update))
+
+
+def _submit(update: pb.WarmItemUpdate, ids: list[int]) -> Submit:
+    return Submit(
+        request_id=f"warmup-{update.job_id}-{update.index}",
+        attempt=0,
+        prompt_ids=ids,
+        output_ids=[],
+        sampling=SamplingParams(),
+        resolved_seed=0,
+        max_tokens=0,
+        stop_token_ids=[],
+        urgency=BACKGROUND,
+    )
 
 
 def messages_of(prompt: pb.ChatPrompt) -> list[tuple[str, str]]:

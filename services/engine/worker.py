@@ -36,6 +36,7 @@ from engine.request import (
 )
 from engine.sampler import sample
 from engine.scheduler import ScheduledChunk, Scheduler, Sequence, Status
+from engine.scratch import ScratchRuns
 from engine.shared_cache import Lookup, SharedCache
 
 _log = get_logger()
@@ -76,6 +77,7 @@ class Worker:
         self._background = BackgroundShare(config.prefill_chunk)
         self._states: dict[Sequence, AttemptState] = {}
         self._hand_offs = HandOffs(send, cache)
+        self._scratch = ScratchRuns(executor, pool, config.block_size, send)
         self._is_blocked = False  # sequences are there, but none could run
         self._seconds_per_token = 0.0  # of prefill, measured; the lookup budget follows it
         self._num_computed = 0
@@ -90,6 +92,8 @@ class Worker:
             self._poll()
             self._admit()
             self._step()
+            if self._scratch and not self._scheduler.num_urgent:
+                self._scratch.step()
 
     # -- inbox ----------------------------------------------------------------------------------
 
@@ -104,7 +108,7 @@ class Worker:
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.num_running + self._scheduler.num_waiting > 0
+        return self._scheduler.num_running + self._scheduler.num_waiting > 0 or bool(self._scratch)
 
     @property
     def _may_sleep(self) -> bool:
@@ -121,6 +125,8 @@ class Worker:
         match message:
             case None:
                 pass  # only to wake up
+            case Submit(scratch_length=length) if length:
+                self._scratch.add(message)
             case Submit():
                 sequence = Sequence(message, BlockTable(self._pool, self._block_size))
                 self._states[sequence] = AttemptState(Clock(time.monotonic()))
@@ -137,6 +143,7 @@ class Worker:
         if found is not None:
             self._finish(found, "cancelled")
         self._hand_offs.end(attempt)
+        self._scratch.abort(attempt)
 
     def _poll(self) -> None:
         """What the daemon answered meanwhile."""
@@ -256,7 +263,7 @@ class Worker:
         if 0 < num_urgent < self._scheduler.num_running:
             share = self._background.tokens(num_urgent)
         chunks = self._scheduler.schedule(will_return, share)
-        self._is_blocked = not chunks and self._has_work
+        self._is_blocked = not chunks and self._has_work and not self._scratch
         if not chunks:
             return
         self._num_tail_copies += sum(len(chunk.copied) for chunk in chunks)
