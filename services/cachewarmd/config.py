@@ -97,6 +97,13 @@ OPTIONS = (
         "PERCENT",
     ),
     Option(
+        "pin-bytes",
+        options.percent,
+        25,
+        "share of the pool that pins may keep from eviction; one that needs more is refused",
+        "PERCENT",
+    ),
+    Option(
         "on-change",
         options.choice("keep", "clear"),
         "keep",
@@ -146,6 +153,7 @@ class Config:
     snapshot_max_bytes: int
     scrub_bytes_per_second: int
     max_client_slots: int  # percent
+    pin_bytes: int  # percent
     on_change: str
     lock: str
     strict: bool

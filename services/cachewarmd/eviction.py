@@ -116,14 +116,14 @@ class ExtentChoice:
             return True
         return num_free > sum(1 for size in self._sizes_in_use() if not num_extents_of[size])
 
-    def claimed(self, slot_bytes: int) -> Extent | None:
+    def claimed(self, slot_bytes: int, but: Set[Extent] = frozenset()) -> Extent | None:
         """For a size that has none: the extent of another with the fewest slots held.
 
         It is drained from now on. What is held in it is waited for: none of it is leased again and
         nothing new goes in, so it is free once the leases of today have ended.
         """
         if self._pool.draining is None:
-            others = self._others(slot_bytes)
+            others = [extent for extent in self._others(slot_bytes) if extent not in but]
             if not others:
                 return None
             rank = self._order.rank_of_extent

@@ -68,6 +68,7 @@ class BlockStore:
         self._retired: set[bytes] = set()  # weights
         self._index: dict[bytes, Block] = {}
         self._leases: dict[int, Lease] = {}
+        self.pinned = Holding()  # by what `keep` gave
         self._unverified: deque[Block] = deque()  # content that another daemon sealed
         self._order = EvictionOrder()
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
@@ -257,6 +258,28 @@ class BlockStore:
             if block is None or block.generation != handle[1] or block.stamp is not stamp:
                 return None
         return self._new_lease(stamp, block, rows, holding)
+
+    def keep(self, block: Block) -> int:
+        """A pin's lease."""
+        return self._new_lease(block.stamp, block, None, self.pinned)
+
+    def leased(self, lease: int) -> Block | None:
+        """The last block of what a lease keeps. Raises NotFoundError."""
+        try:
+            return self._leases[lease].block
+        except KeyError:
+            raise NotFoundError(f"lease {lease} is not known") from None
+
+    def block(self, key: bytes) -> Block | None:
+        """What is sealed under this key, whoever may have it."""
+        return self._index.get(key)
+
+    def is_draining(self, block: Block) -> bool:
+        """Is it, or an ancestor, in an extent that is about to get another slot size?"""
+        node: Block | None = block if self._pool.draining is not None else None
+        while node is not None and not self._is_draining(node):
+            node = node.parent
+        return node is not None
 
     def quarantine(self, slots: Iterable[int]) -> list[int]:
         """Leases for whoever may still read the blocks in these slots."""
@@ -521,7 +544,9 @@ class BlockStore:
         if choice.may_open(slot_bytes) and pool.open_extent(slot_bytes):
             return True
         if not pool.num_extents_of[slot_bytes]:
-            extent = choice.claimed(slot_bytes)
+            # What is pinned is not waited for.
+            pinned = {pool.extent_of(block.slot) for block in self.pinned}
+            extent = choice.claimed(slot_bytes, pinned)
             return extent is not None and self._empty(extent) and pool.open_extent(slot_bytes)
         victim = self._order.first(slot_bytes)
         extent = choice.older(slot_bytes, victim)
