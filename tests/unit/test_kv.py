@@ -572,13 +572,15 @@ class RandomHistory(RuleBasedStateMachine):
         self.model.move(lease, None)
         del self.model.leases[lease]
 
-    @rule(path=PATHS)
-    def pin(self, path: Chain) -> None:
+    @rule(number=st.integers(0, CAPACITY - 1))
+    def pin(self, number: int) -> None:
         """In the model it is a lease with a number below 0."""
-        block = self.harness.store.block(key_of(path))
-        assert (block is None) == (path not in self.model.blocks)
-        if block is None or any(self.model.leases.get(-p.pin_id) == path for p in self.pins):
-            return
+        for path in sorted(self.model.blocks)[number : number + 1]:
+            if all(self.model.leases[-pin.pin_id] != path for pin in self.pins):
+                self.pin_chain(path)
+
+    def pin_chain(self, path: Chain) -> None:
+        block = self.harness.block(key_of(path))
         pinned = {p[:end] for n, p in self.model.leases.items() if n < 0 and p for end in ends(p)}
         if len(pinned | {path[:end] for end in ends(path)}) > PIN_BLOCKS:
             with pytest.raises(LimitError):
