@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -61,7 +62,12 @@ class BlockStore:
     ever registered counts as in use.
     """
 
-    def __init__(self, pool: Pool, sizes_in_use: Callable[[], Set[int]] | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        sizes_in_use: Callable[[], Set[int]] | None = None,
+        policy: str = "lru",
+    ) -> None:
         self._pool = pool
         self._stamps: dict[bytes, StampInfo] = {}
         self._superseded_weights: Set[bytes] = frozenset()
@@ -70,7 +76,7 @@ class BlockStore:
         self._leases: dict[int, Lease] = {}
         self.pinned = Holding()  # by what `keep` gave
         self._unverified: deque[Block] = deque()  # content that another daemon sealed
-        self._order = EvictionOrder()
+        self._order = EvictionOrder(policy, pool.pool_bytes)
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
         self._tick = 0
         self._coldest = 0  # tick of what a snapshot brought last
@@ -193,6 +199,8 @@ class BlockStore:
             num_found, found = len(found), holding.cut(found, limit)
             self.counters["lookup_cut_client_limit"] += len(found) < num_found
         lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
+        if found:
+            self._order.used(found[-1], self._tick, time.monotonic())
         self.counters["lookup_hit" if found else "lookup_miss"] += 1
         hit("lookup.after")
         return lease, found
@@ -333,6 +341,7 @@ class BlockStore:
     def _touch(self, block: Block) -> None:
         self._tick += 1
         block.last_used = self._tick
+        self._order.refreshed(block, self._tick)
         self._pool.extent_of(block.slot).last_used = self._tick
 
     def _hold(self, block: Block) -> None:
@@ -394,6 +403,7 @@ class BlockStore:
                 parent = None if at_root else self._index.get(new.parent_key)
                 if not at_root and (parent is None or parent.is_short or parent.stamp is not stamp):
                     return sealed, self._refuse(NO_PARENT)
+                self.counters["ghost_hits"] += self._order.missed(stamp.slot_bytes, new.key)
                 made = self._copy_in(new, parent, stamp, source)
                 if isinstance(made, str):
                     return sealed, self._refuse(made)
@@ -437,7 +447,9 @@ class BlockStore:
             self._pool.give_back(slot)
             return PEER_GONE if copied else SHORT_READ
         self.counters["published"] += 1
-        return self._seal(slot, new, parent, stamp)
+        block = self._seal(slot, new, parent, stamp)
+        self._order.added(block, self._tick, time.monotonic())
+        return block
 
     def _seal(self, slot: int, new: NewBlock, parent: Block | None, stamp: StampInfo) -> Block:
         generation = self._pool.seal(
@@ -507,6 +519,7 @@ class BlockStore:
         self._coldest -= 1
         block = self._seal(slot, new, parent, stamp)
         block.last_used = self._coldest
+        self._order.restored(block)
         self._order.offer(block)
         return ""
 
@@ -596,7 +609,9 @@ class BlockStore:
             del extent.stamp_ids[block.stamp.stamp_id]
         self._pool.give_back(block.slot)
         hit("evict.after")
-        if cause not in ("asked", "poisoned", "retired") and self.is_superseded(block.stamp):
+        for_room = cause not in ("asked", "poisoned", "retired")
+        self._order.gone(block, for_room=for_room)
+        if for_room and self.is_superseded(block.stamp):
             cause = "superseded"
         self.counters[f"evicted_{cause}"] += 1
         parent = block.parent
@@ -612,6 +627,7 @@ class BlockStore:
         """Blocks that an earlier daemon sealed, parents first; see `recovery`."""
         for block in blocks:
             self._enter(block)
+            self._order.restored(block)
         for block in blocks:
             self._order.offer(block)
         self._unverified = deque(block for block in blocks if not block.is_verified)

@@ -153,7 +153,7 @@ class State:
             segment.reopen_readonly(self.pool.memfds.records),
             segment.reopen_readonly(self.pool.memfds.pool),
         )
-        self.kv = BlockStore(self.pool, self._sizes_in_use)
+        self.kv = BlockStore(self.pool, self._sizes_in_use, config.l2_policy)
         self.packers = Packers()
         if adopted is not None:
             self._restore_blocks(before, is_clean)

@@ -338,7 +338,7 @@ def test_eviction_order_does_not_grow_with_lookups(harness: Harness) -> None:
     for number in range(5000):
         path = full(number % CAPACITY)
         harness.store.release(harness.store.lookup(harness.info, keys_of(path), [])[0])
-    assert len(harness.store._order._heaps[SLOT_BYTES]) < 500
+    assert len(harness.store._order._by_size[SLOT_BYTES].heaps[0]) < 500
     harness.seal_free(full(90))
     assert not harness.is_sealed(full(5000 % CAPACITY))
 
@@ -377,7 +377,7 @@ def spoil_parent(harness: Harness) -> None:
 
 
 def spoil_eviction_order(harness: Harness) -> None:
-    harness.store._order._heaps[SLOT_BYTES].clear()
+    harness.store._order._by_size[SLOT_BYTES].heaps[0].clear()
 
 
 def spoil_slots_held(harness: Harness) -> None:
