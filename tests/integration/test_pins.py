@@ -58,7 +58,7 @@ def hits(worker: Worker, *labels: str) -> int:
 
 def test_what_is_pinned_outlives_a_flood_and_a_killed_daemon(short_dir: Path) -> None:
     """By an engine's lease or an operator's key; afterwards an unpinned chain goes."""
-    with Daemon(short_dir / "s", "64MiB", ["--holder"]) as daemon:
+    with Daemon(short_dir / "s", "64MiB", ["--holder", "--l2-policy", "lru"]) as daemon:
         with connect_worker(daemon.socket) as worker:
             seal(worker, "a0", "a1")
             lease = worker.lookup("a0", "a1").lease
