@@ -72,10 +72,11 @@ class EvictionOrder:
         block.place = size.policy.added(block.key, tick, now)
         size.counts[block.place[0]] += 1
 
-    def restored(self, block: Block) -> None:
-        """It is here, and nothing is known of it but its `last_used`."""
-        block.place = 0, (block.last_used, 0)
-        self._by_size[block.stamp.slot_bytes].counts[0] += 1
+    def restored(self, block: Block, number: int = 0) -> None:
+        """It is here, and nothing is known of it but its `last_used` and its list."""
+        size = self._by_size[block.stamp.slot_bytes]
+        block.place = size.policy.restored(number, block.last_used)
+        size.counts[block.place[0]] += 1
 
     def used(self, block: Block, tick: int, now: float) -> None:
         """A chain was found. Ancestors go to the other list with it, once; else it costs a step."""

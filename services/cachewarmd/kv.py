@@ -34,6 +34,7 @@ CLIENT_LIMIT, RETIRED = "CLIENT_LIMIT", "RETIRED"
 MAX_STAMPS = 4096
 # What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
 VERIFY_BYTES = 8 << 20
+_MAX_TICK = 1 << 61
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ class BlockStore:
         lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
         if found:
             self._order.used(found[-1], self._tick, time.monotonic())
+            self._note_use(found[-1])
         self.counters["lookup_hit" if found else "lookup_miss"] += 1
         hit("lookup.after")
         return lease, found
@@ -342,7 +344,12 @@ class BlockStore:
         self._tick += 1
         block.last_used = self._tick
         self._order.refreshed(block, self._tick)
+        self._note_use(block)
         self._pool.extent_of(block.slot).last_used = self._tick
+
+    def _note_use(self, block: Block) -> None:
+        """For a later daemon, whose order is much like ours then."""
+        self._pool.shared.uses[block.slot] = 2 * block.last_used + block.place[0]
 
     def _hold(self, block: Block) -> None:
         """Keep a block and its ancestors. Costs a step for each that nothing kept before."""
@@ -520,6 +527,7 @@ class BlockStore:
         block = self._seal(slot, new, parent, stamp)
         block.last_used = self._coldest
         self._order.restored(block)
+        self._note_use(block)
         self._order.offer(block)
         return ""
 
@@ -627,10 +635,28 @@ class BlockStore:
         """Blocks that an earlier daemon sealed, parents first; see `recovery`."""
         for block in blocks:
             self._enter(block)
-            self._order.restored(block)
+        self._restore_uses(blocks)
         for block in blocks:
             self._order.offer(block)
         self._unverified = deque(block for block in blocks if not block.is_verified)
+
+    def _restore_uses(self, blocks: Sequence[Block]) -> None:
+        uses = self._pool.shared.uses
+        newest: dict[Block, tuple[int, int]] = {}  # the last use, and the list, of what hangs on it
+        for block in reversed(blocks):
+            noted = int(uses[block.slot])
+            # Whatever stands there: room is left for ticks of our own.
+            block.last_used = max(-_MAX_TICK, min(noted >> 1, _MAX_TICK))
+            last, number = newest.pop(block, (block.last_used, 0))
+            last, number = max(last, block.last_used), max(number, noted & 1)
+            self._order.restored(block, number)
+            extent = self._pool.extent_of(block.slot)
+            extent.last_used = max(extent.last_used, last)
+            if block.parent is not None:
+                known = newest.get(block.parent, (last, number))
+                newest[block.parent] = max(known[0], last), max(known[1], number)
+            self._tick = max(self._tick, last)
+            self._coldest = min(self._coldest, block.last_used)
 
     def verify_some(self, num_bytes: int) -> bool:
         """Hash so much of what another daemon sealed; False when nothing is left to do."""

@@ -35,6 +35,10 @@ class Policy(ABC):
         """It was needed till now, which is no new use."""
         return place[0], (tick, 0)
 
+    def restored(self, number: int, tick: int) -> Place:
+        """One that an earlier policy had in that list."""
+        return number, (tick, 0)
+
     def evicted(self, key: Key, place: Place) -> None:
         """A block went for want of room."""
         self.forgotten(key)
@@ -49,6 +53,9 @@ class Policy(ABC):
 
 class Lru(Policy):
     """The one used longest ago."""
+
+    def restored(self, number: int, tick: int) -> Place:
+        return 0, (tick, 0)
 
     def added(self, key: Key, tick: int, now: float) -> Place:
         return 0, (tick, 0)
@@ -79,6 +86,10 @@ class Lru2(Policy):
 
     def refreshed(self, place: Place, tick: int) -> Place:
         return place
+
+    def restored(self, number: int, tick: int) -> Place:
+        # Whether it was used again is not noted; as if the last use but one were the last.
+        return 0, (tick, tick)
 
     def evicted(self, key: Key, place: Place) -> None:
         self.forgotten(key)
