@@ -116,12 +116,13 @@ def make_harness(
     num_extents: int = 1,
     sizes_in_use: Callable[[], Set[int]] | None = None,
     num_later: int = 0,
+    policy: str = "lru",
 ) -> Iterator[Harness]:
     """`num_later` more extents are part of the pool and not committed."""
     pool = Pool((num_extents + num_later) * EXTENT_BYTES, 1, b"s" * 32)
     for _ in range(num_extents):
         pool.commit_next()
-    store = BlockStore(pool, sizes_in_use)
+    store = BlockStore(pool, sizes_in_use, policy)
     with private_pool(SLOT_BYTES) as fd, contextlib.closing(pool):
         info = store.register(b"s" * 32, SLOT_BYTES, B, "test", WEIGHTS)
         yield Harness(pool, fd, store, info)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from cachewarmd.layout import EXTENT_BYTES, round_slot_bytes
+from cachewarmd.policy import Place
 from cachewarmd.protocol import KEY_BYTES
 
 
@@ -72,6 +73,7 @@ class Block:
     children: set[Block] = field(default_factory=set)
     num_holds: int = 0  # leases of this block, and children that are held themselves
     last_used: int = 0
+    place: Place = (0, (0, 0))  # in the eviction policy's order
     packed: bytes = b""  # as a lookup's reply tells it; `kv` packs it once
     is_sealed: bool = True
     is_verified: bool = True  # False: another daemon sealed it, nobody has looked since

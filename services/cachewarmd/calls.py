@@ -10,7 +10,16 @@ import os
 import time
 from collections.abc import Callable
 
-from cachewarmd import __version__, layout, learned, protocol, scrub, segment, verification
+from cachewarmd import (
+    __version__,
+    layout,
+    learned,
+    pin_calls,
+    protocol,
+    scrub,
+    segment,
+    verification,
+)
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import (
     InvalidRequestError,
@@ -330,21 +339,9 @@ def _is_warm(state: State, client: Client, envelope: pb.Envelope, fds: list[int]
     client.reply(envelope.id, is_warm_reply=reply)
 
 
-def _weights_of(state: State, name: str) -> set[bytes] | None:
-    """All weights that a model's name stood for; None = no name, so any. Raises NotFoundError."""
-    if not name:
-        return None
-    models = state.weights.find(name, None)
-    digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
-    digests |= state.weights.versions.of(name)
-    if not digests:
-        raise NotFoundError(f"model {name!r} is not known")
-    return digests
-
-
 def _learned(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
     _check_tasks(client)
-    digests = _weights_of(state, envelope.learned.model)
+    digests = state.weights_of(envelope.learned.model)
     stamps = {
         info.stamp: info
         for info in state.kv.stamps
@@ -362,7 +359,7 @@ def _learned(state: State, client: Client, envelope: pb.Envelope, _: list[int]) 
 
 
 def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
-    digests = _weights_of(state, envelope.evict.model)
+    digests = state.weights_of(envelope.evict.model)
     num_blocks, num_bytes, kept = state.kv.evict(
         lambda stamp: digests is None or stamp.weights_sha256 in digests
     )
@@ -509,6 +506,10 @@ HANDLERS: dict[str, Handler] = {
     "is_warm": _is_warm,
     "evict": _evict,
     "learned": _learned,
+    "pin": pin_calls.pin,
+    "unpin": pin_calls.unpin,
+    "pins": pin_calls.pins,
+    "purge": pin_calls.purge,
     "snapshot_save": _snapshot_save,
     "snapshot_load": _snapshot_load,
     "verify": _verify,

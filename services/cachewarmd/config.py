@@ -11,6 +11,7 @@ from cachewarmd import log, numa, options, settings
 from cachewarmd.budget import DEFAULT_CGROUP_ROOT
 from cachewarmd.layout import EXTENT_BYTES
 from cachewarmd.options import Option, OptionError
+from cachewarmd.policy import POLICIES
 from cachewarmd.settings import Setting
 
 ENV_PREFIX = "CACHEWARMD_"
@@ -97,6 +98,21 @@ OPTIONS = (
         "PERCENT",
     ),
     Option(
+        "l2-policy",
+        options.choice(*POLICIES),
+        "arc",
+        "which KV blocks go first when room is needed: used longest ago, by the last use but one, "
+        "or adaptive between blocks used once and used again",
+        "NAME",
+    ),
+    Option(
+        "pin-bytes",
+        options.percent,
+        25,
+        "share of the pool that pins may keep from eviction; one that needs more is refused",
+        "PERCENT",
+    ),
+    Option(
         "on-change",
         options.choice("keep", "clear"),
         "keep",
@@ -170,6 +186,8 @@ class Config:
     snapshot_max_bytes: int
     scrub_bytes_per_second: int
     max_client_slots: int  # percent
+    l2_policy: str
+    pin_bytes: int  # percent
     on_change: str
     lock: str
     prefault_bytes_per_second: int

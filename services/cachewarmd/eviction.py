@@ -4,8 +4,8 @@
 2. short blocks
 3. all others
 
-and within each the least recently used first. Only leaves that no lease keeps are candidates. An
-extent ranks like a full block that was used when anything in it was used last.
+and within each by the policy (`policy`). Only leaves that no lease keeps are candidates. An extent
+is as old as a full block that was used when anything in it was used last.
 """
 
 from __future__ import annotations
@@ -16,41 +16,115 @@ from collections.abc import Callable, Set
 
 from cachewarmd.block import Block
 from cachewarmd.layout import EXTENT_BYTES
+from cachewarmd.policy import POLICIES, Ghosts, Place, Policy
 from cachewarmd.pool import Extent, Pool
 
-Rank = tuple[int, int]  # class, tick of the last use; the lowest goes first
+Age = tuple[int, int]  # class, tick of the last use
+_Rank = tuple[int, tuple[int, int]]  # class, rank in the policy's list; the lowest goes first
+_Entry = tuple[_Rank, int, Block]
 
 _SUPERSEDED, _SHORT, _FULL = range(3)
 _HEAP_SLACK = 256
 
 
-class EvictionOrder:
-    """The evictable blocks of each slot size, in order.
+class _Size:
+    """Blocks of one slot size. `heaps` are the policy's lists; `counts` are the blocks in each."""
 
-    One heap a size. An entry is stale when its block is gone, is no leaf, is held or has another
-    rank by now; stale entries are skipped, and a block must be offered again when it qualifies.
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.ghosts = Ghosts(policy.capacity)
+        self.counts = [0, 0]
+        self.heaps: tuple[list[_Entry], ...] = ([], [])
+        self.limit = _HEAP_SLACK
+
+
+class EvictionOrder:
+    """The evictable blocks of each slot size, in the order of a policy.
+
+    An entry of a heap is stale when its block is gone, is no leaf, is held or has another rank by
+    now; stale entries are skipped, and a block must be offered again when it qualifies.
     """
 
-    def __init__(self) -> None:
-        self._heaps: dict[int, list[tuple[Rank, int, Block]]] = {}
-        self._limits: dict[int, int] = {}
+    def __init__(self, policy: str, pool_bytes: int) -> None:
+        self._policy = POLICIES[policy]
+        self._pool_bytes = pool_bytes
+        self._by_size: dict[int, _Size] = {}
         self._superseded: frozenset[int] = frozenset()
 
     def add_size(self, slot_bytes: int) -> None:
         """Idempotent."""
-        self._heaps.setdefault(slot_bytes, [])
-        self._limits.setdefault(slot_bytes, _HEAP_SLACK)
+        if slot_bytes not in self._by_size:
+            policy = self._policy(max(1, self._pool_bytes // slot_bytes))
+            self._by_size[slot_bytes] = _Size(policy)
 
     @property
     def sizes(self) -> Set[int]:
-        return self._heaps.keys()
+        return self._by_size.keys()
 
-    def rank(self, block: Block) -> Rank:
+    # -- what the policy learns -----------------------------------------------------------------
+
+    def missed(self, slot_bytes: int, key: bytes) -> bool:
+        """A block comes, before anything goes for it: did it go not long ago?"""
+        return self._by_size[slot_bytes].ghosts.take(key)
+
+    def added(self, block: Block, tick: int, now: float) -> None:
+        size = self._by_size[block.stamp.slot_bytes]
+        block.place = size.policy.added(block.key, tick, now)
+        size.counts[block.place[0]] += 1
+
+    def restored(self, block: Block, number: int = 0) -> None:
+        """It is here, and nothing is known of it but its `last_used` and its list."""
+        size = self._by_size[block.stamp.slot_bytes]
+        block.place = size.policy.restored(number, block.last_used)
+        size.counts[block.place[0]] += 1
+
+    def used(self, block: Block, tick: int, now: float) -> None:
+        """A chain was found. Ancestors go to the other list with it, once; else it costs a step."""
+        size = self._by_size[block.stamp.slot_bytes]
+        node: Block | None = block
+        while node is not None:
+            before = node.place[0]
+            self._put(size, node, size.policy.touched(node.key, node.place, tick, now))
+            if before == node.place[0]:
+                return
+            node = node.parent
+
+    def refreshed(self, block: Block, tick: int) -> None:
+        """Leased or released; not a use by itself."""
+        size = self._by_size[block.stamp.slot_bytes]
+        block.place = size.policy.refreshed(block.place, tick)
+
+    def gone(self, block: Block, *, for_room: bool) -> None:
+        """Its parent is worth at least as much as it was."""
+        size = self._by_size[block.stamp.slot_bytes]
+        size.counts[block.place[0]] -= 1
+        if for_room:
+            size.policy.evicted(block.key, block.place)
+            size.ghosts.add(block.key)
+        else:
+            size.policy.forgotten(block.key)
+        if block.parent is not None and block.parent.place < block.place:
+            self._put(size, block.parent, block.place)
+
+    @staticmethod
+    def _put(size: _Size, block: Block, place: Place) -> None:
+        if block.place[0] != place[0]:
+            size.counts[block.place[0]] -= 1
+            size.counts[place[0]] += 1
+        block.place = place
+
+    # -- the order ------------------------------------------------------------------------------
+
+    def _class(self, block: Block) -> int:
         if block.stamp.stamp_id in self._superseded:
-            return _SUPERSEDED, block.last_used
-        return _SHORT if block.is_short else _FULL, block.last_used
+            return _SUPERSEDED
+        return _SHORT if block.is_short else _FULL
 
-    def rank_of_extent(self, extent: Extent) -> Rank:
+    def age(self, block: Block) -> Age:
+        """To compare with an extent's."""
+        return self._class(block), block.last_used
+
+    def age_of_extent(self, extent: Extent) -> Age:
         is_superseded = extent.stamp_ids.keys() <= self._superseded
         return _SUPERSEDED if is_superseded else _FULL, extent.last_used
 
@@ -63,34 +137,57 @@ class EvictionOrder:
         self._superseded = frozenset(stamp_ids)
         return changed
 
+    def _where(self, block: Block) -> tuple[int, _Rank]:
+        """Which heap, and the rank there. The policy's lists are of full blocks that are wanted."""
+        number = self._class(block)
+        return block.place[0] if number == _FULL else 0, (number, block.place[1])
+
     def offer(self, block: Block) -> None:
         """Put a block in order, if it is evictable."""
         if not block.is_evictable:
             return
-        size = block.stamp.slot_bytes
-        heap = self._heaps[size]
-        heapq.heappush(heap, (self.rank(block), block.slot, block))
-        if len(heap) > self._limits[size]:
+        size = self._by_size[block.stamp.slot_bytes]
+        which, rank = self._where(block)
+        heapq.heappush(size.heaps[which], (rank, block.slot, block))
+        if sum(map(len, size.heaps)) > size.limit:
             # Without pressure nothing is popped, and every lease leaves a stale entry.
-            heap[:] = {entry[2]: entry for entry in heap if self._is_current(entry)}.values()
-            heapq.heapify(heap)
-            self._limits[size] = 2 * len(heap) + _HEAP_SLACK
+            for number, heap in enumerate(size.heaps):
+                heap[:] = {e[2]: e for e in heap if self._is_current(number, e)}.values()
+                heapq.heapify(heap)
+            size.limit = 2 * sum(map(len, size.heaps)) + _HEAP_SLACK
 
     def first(self, slot_bytes: int) -> Block | None:
         """The next of this size to go; None when nothing may."""
-        heap = self._heaps[slot_bytes]
-        while heap and not self._is_current(heap[0]):
-            heapq.heappop(heap)
-        return heap[0][2] if heap else None
+        size = self._by_size[slot_bytes]
+        for number, heap in enumerate(size.heaps):
+            while heap and not self._is_current(number, heap[0]):
+                heapq.heappop(heap)
+        if size.heaps[0] and size.heaps[0][0][0][0] < _FULL:
+            return size.heaps[0][0][2]
+        for number in size.policy.lists(size.counts):
+            if size.heaps[number]:
+                return size.heaps[number][0][2]
+        return None
 
-    def _is_current(self, entry: tuple[Rank, int, Block]) -> bool:
+    def _is_current(self, number: int, entry: _Entry) -> bool:
         rank, _, block = entry
-        return block.is_evictable and self.rank(block) == rank
+        return block.is_evictable and self._where(block) == (number, rank)
+
+    # -- for the invariant check ----------------------------------------------------------------
 
     def offered(self) -> set[Block]:
-        """All blocks that `first` can find, for the invariant check."""
-        entries = (entry for heap in self._heaps.values() for entry in heap)
-        return {entry[2] for entry in entries if self._is_current(entry)}
+        """All blocks that `first` can find."""
+        return {
+            entry[2]
+            for size in self._by_size.values()
+            for number, heap in enumerate(size.heaps)
+            for entry in heap
+            if self._is_current(number, entry)
+        }
+
+    def counts(self) -> dict[int, list[int]]:
+        """By slot size: how many blocks each list of the policy has."""
+        return {slot_bytes: size.counts for slot_bytes, size in self._by_size.items()}
 
 
 class ExtentChoice:
@@ -116,18 +213,18 @@ class ExtentChoice:
             return True
         return num_free > sum(1 for size in self._sizes_in_use() if not num_extents_of[size])
 
-    def claimed(self, slot_bytes: int) -> Extent | None:
+    def claimed(self, slot_bytes: int, but: Set[Extent] = frozenset()) -> Extent | None:
         """For a size that has none: the extent of another with the fewest slots held.
 
         It is drained from now on. What is held in it is waited for: none of it is leased again and
         nothing new goes in, so it is free once the leases of today have ended.
         """
         if self._pool.draining is None:
-            others = self._others(slot_bytes)
+            others = [extent for extent in self._others(slot_bytes) if extent not in but]
             if not others:
                 return None
-            rank = self._order.rank_of_extent
-            self._pool.drain(min(others, key=lambda extent: (extent.num_held, rank(extent))))
+            age = self._order.age_of_extent
+            self._pool.drain(min(others, key=lambda extent: (extent.num_held, age(extent))))
             self._claimant = slot_bytes
         return self._pool.draining
 
@@ -141,10 +238,10 @@ class ExtentChoice:
         if victim is not None and self._until_look[slot_bytes]:
             self._until_look[slot_bytes] -= 1
             return None
-        rank = self._order.rank_of_extent
+        age = self._order.age_of_extent
         unheld = (extent for extent in self._others(slot_bytes) if not extent.num_held)
-        oldest = min(unheld, key=rank, default=None)
-        if oldest is None or (victim is not None and rank(oldest) > self._order.rank(victim)):
+        oldest = min(unheld, key=age, default=None)
+        if oldest is None or (victim is not None and age(oldest) > self._order.age(victim)):
             self._until_look[slot_bytes] = EXTENT_BYTES // slot_bytes
             return None
         return oldest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cachewarmd.block import Block
 
@@ -19,6 +19,9 @@ class Holding:
         self.num_bytes = 0
         # By block: leases that name it, and children of it that are held themselves.
         self._counts: dict[Block, int] = {}
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._counts)
 
     def __contains__(self, block: Block) -> bool:
         return block in self._counts

@@ -49,6 +49,10 @@ def check(
         assert len(block.children) == children[block], "children count"
         assert block.num_holds == holds[block], "lease count"
     _check_extents(pool, index)
+    places = Counter((block.stamp.slot_bytes, block.place[0]) for block in index.values())
+    for slot_bytes, counts in order.counts().items():
+        expected = [places[slot_bytes, number] for number in range(len(counts))]
+        assert counts == expected, "blocks in the lists of the policy"
     offered = order.offered()
     missing = [b for b in index.values() if b.is_evictable and b not in offered]
     assert not missing, "an evictable block is on no heap"

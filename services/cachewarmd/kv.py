@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ RECOVERY, SCRUB, VERIFY, SNAPSHOT = FAILURE_KINDS = ("recovery", "scrub", "verif
 MAX_STAMPS = 4096
 # What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
 VERIFY_BYTES = 8 << 20
+_MAX_TICK = 1 << 61
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ class BlockStore:
     ever registered counts as in use.
     """
 
-    def __init__(self, pool: Pool, sizes_in_use: Callable[[], Set[int]] | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        sizes_in_use: Callable[[], Set[int]] | None = None,
+        policy: str = "lru",
+    ) -> None:
         self._pool = pool
         self._stamps: dict[bytes, StampInfo] = {}
         self._superseded_weights: Set[bytes] = frozenset()
@@ -77,7 +84,8 @@ class BlockStore:
         self._leases: dict[int, Lease] = {}
         # Content that another daemon sealed and nobody has looked at since; in order, None each.
         self._unverified: dict[Block, None] = {}
-        self._order = EvictionOrder()
+        self.pinned = Holding()  # by what `keep` gave
+        self._order = EvictionOrder(policy, pool.pool_bytes)
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
         self._tick = 0
         self._coldest = 0  # tick of what a snapshot brought last
@@ -203,6 +211,9 @@ class BlockStore:
             num_found, found = len(found), holding.cut(found, limit)
             self.counters["lookup_cut_client_limit"] += len(found) < num_found
         lease = self._new_lease(stamp, found[-1] if found else None, rows, holding)
+        if found:
+            self._order.used(found[-1], self._tick, time.monotonic())
+            self._note_use(found[-1])
         self.counters["lookup_hit" if found else "lookup_miss"] += 1
         hit("lookup.after")
         return lease, found
@@ -269,6 +280,28 @@ class BlockStore:
                 return None
         return self._new_lease(stamp, block, rows, holding)
 
+    def keep(self, block: Block) -> int:
+        """A pin's lease."""
+        return self._new_lease(block.stamp, block, None, self.pinned)
+
+    def leased(self, lease: int) -> Block | None:
+        """The last block of what a lease keeps. Raises NotFoundError."""
+        try:
+            return self._leases[lease].block
+        except KeyError:
+            raise NotFoundError(f"lease {lease} is not known") from None
+
+    def block(self, key: bytes) -> Block | None:
+        """What is sealed under this key, whoever may have it."""
+        return self._index.get(key)
+
+    def is_draining(self, block: Block) -> bool:
+        """Is it, or an ancestor, in an extent that is about to get another slot size?"""
+        node: Block | None = block if self._pool.draining is not None else None
+        while node is not None and not self._is_draining(node):
+            node = node.parent
+        return node is not None
+
     def quarantine(self, slots: Iterable[int]) -> list[int]:
         """Leases for whoever may still read the blocks in these slots."""
         found = filter(None, map(self._at, slots))
@@ -321,7 +354,13 @@ class BlockStore:
     def _touch(self, block: Block) -> None:
         self._tick += 1
         block.last_used = self._tick
+        self._order.refreshed(block, self._tick)
+        self._note_use(block)
         self._pool.extent_of(block.slot).last_used = self._tick
+
+    def _note_use(self, block: Block) -> None:
+        """For a later daemon, whose order is much like ours then."""
+        self._pool.shared.uses[block.slot] = 2 * block.last_used + block.place[0]
 
     def _hold(self, block: Block) -> None:
         """Keep a block and its ancestors. Costs a step for each that nothing kept before."""
@@ -382,6 +421,7 @@ class BlockStore:
                 parent = None if at_root else self._index.get(new.parent_key)
                 if not at_root and (parent is None or parent.is_short or parent.stamp is not stamp):
                     return sealed, self._refuse(NO_PARENT)
+                self.counters["ghost_hits"] += self._order.missed(stamp.slot_bytes, new.key)
                 made = self._copy_in(new, parent, stamp, source)
                 if isinstance(made, str):
                     return sealed, self._refuse(made)
@@ -425,7 +465,9 @@ class BlockStore:
             self._pool.give_back(slot)
             return PEER_GONE if copied else SHORT_READ
         self.counters["published"] += 1
-        return self._seal(slot, new, parent, stamp)
+        block = self._seal(slot, new, parent, stamp)
+        self._order.added(block, self._tick, time.monotonic())
+        return block
 
     def _seal(self, slot: int, new: NewBlock, parent: Block | None, stamp: StampInfo) -> Block:
         generation = self._pool.seal(
@@ -496,6 +538,8 @@ class BlockStore:
         self._coldest -= 1
         block = self._seal(slot, new, parent, stamp)
         block.last_used = self._coldest
+        self._order.restored(block)
+        self._note_use(block)
         self._order.offer(block)
         return ""
 
@@ -533,7 +577,9 @@ class BlockStore:
         if choice.may_open(slot_bytes) and pool.open_extent(slot_bytes):
             return True
         if not pool.num_extents_of[slot_bytes]:
-            extent = choice.claimed(slot_bytes)
+            # What is pinned is not waited for.
+            pinned = {pool.extent_of(block.slot) for block in self.pinned}
+            extent = choice.claimed(slot_bytes, pinned)
             return extent is not None and self._empty(extent) and pool.open_extent(slot_bytes)
         victim = self._order.first(slot_bytes)
         extent = choice.older(slot_bytes, victim)
@@ -584,7 +630,9 @@ class BlockStore:
             del extent.stamp_ids[block.stamp.stamp_id]
         self._pool.give_back(block.slot)
         hit("evict.after")
-        if cause not in ("asked", "poisoned", "retired") and self.is_superseded(block.stamp):
+        for_room = cause not in ("asked", "poisoned", "retired")
+        self._order.gone(block, for_room=for_room)
+        if for_room and self.is_superseded(block.stamp):
             cause = "superseded"
         self.counters[f"evicted_{cause}"] += 1
         parent = block.parent
@@ -600,9 +648,28 @@ class BlockStore:
         """Blocks that an earlier daemon sealed, parents first; see `recovery`."""
         for block in blocks:
             self._enter(block)
+        self._restore_uses(blocks)
         for block in blocks:
             self._order.offer(block)
         self._unverified = {block: None for block in blocks if not block.is_verified}
+
+    def _restore_uses(self, blocks: Sequence[Block]) -> None:
+        uses = self._pool.shared.uses
+        newest: dict[Block, tuple[int, int]] = {}  # the last use, and the list, of what hangs on it
+        for block in reversed(blocks):
+            noted = int(uses[block.slot])
+            # Whatever stands there: room is left for ticks of our own.
+            block.last_used = max(-_MAX_TICK, min(noted >> 1, _MAX_TICK))
+            last, number = newest.pop(block, (block.last_used, 0))
+            last, number = max(last, block.last_used), max(number, noted & 1)
+            self._order.restored(block, number)
+            extent = self._pool.extent_of(block.slot)
+            extent.last_used = max(extent.last_used, last)
+            if block.parent is not None:
+                known = newest.get(block.parent, (last, number))
+                newest[block.parent] = max(known[0], last), max(known[1], number)
+            self._tick = max(self._tick, last)
+            self._coldest = min(self._coldest, block.last_used)
 
     def next_unverified(self, num_bytes: int) -> list[Block]:
         """So much of what another daemon sealed and nobody has looked at, at least a block."""

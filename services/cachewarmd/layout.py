@@ -17,6 +17,9 @@ Two memfds make the L2 pool. Both are written by cachewarmd only; engines map th
            | leases of client 1        |
            ...  MAX_LEASES_PER_CLIENT for each client
            +---------------------------+
+           | last use of slot 0, 8 B   |   2 * tick + 1 if it was used again, see `uses`
+           ...
+           +---------------------------+
 
 Slot number s lies in extent s // RECORDS_PER_EXTENT, at place s % RECORDS_PER_EXTENT of it; its
 bytes start at extent * EXTENT_BYTES + place * slot_bytes(extent). Slots too many for the extent's
@@ -129,7 +132,7 @@ def record_checks(records: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 def layout_hash() -> bytes:
     """SHA-256 over everything that decides where a byte stands; differs = do not read."""
-    dtypes = [repr(dtype.descr) for dtype in (HEADER, RECORD, CLIENT)]
+    dtypes = [*(repr(dtype.descr) for dtype in (HEADER, RECORD, CLIENT)), "uses"]
     numbers = [EXTENT_BYTES, MIN_SLOT_BYTES, RECORDS_OFFSET, MAX_CLIENTS, MAX_LEASES_PER_CLIENT]
     return hashlib.sha256(repr([*dtypes, *numbers]).encode()).digest()
 
@@ -142,23 +145,27 @@ class RecordsMap:
     records: npt.NDArray[Any]  # RECORD [n]
     clients: npt.NDArray[Any]  # CLIENT [MAX_CLIENTS]
     leases: npt.NDArray[np.uint32]  # [MAX_CLIENTS, MAX_LEASES_PER_CLIENT]
+    # [n], for the eviction order of a later daemon: nothing depends on their being right.
+    uses: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, memory: npt.NDArray[np.uint8], num_extents: int) -> RecordsMap:
         """`memory` has `records_bytes(num_extents)` bytes."""
         clients = RECORDS_OFFSET + num_extents * RECORDS_PER_EXTENT * RECORD.itemsize
         leases = clients + MAX_CLIENTS * CLIENT.itemsize
+        uses = leases + MAX_CLIENTS * MAX_LEASES_PER_CLIENT * 4
         return cls(
             memory[: HEADER.itemsize].view(HEADER),
             memory[RECORDS_OFFSET:clients].view(RECORD),
             memory[clients:leases].view(CLIENT),
-            memory[leases:].view("<u4").reshape(MAX_CLIENTS, MAX_LEASES_PER_CLIENT),
+            memory[leases:uses].view("<u4").reshape(MAX_CLIENTS, MAX_LEASES_PER_CLIENT),
+            memory[uses:].view("<i8"),
         )
 
 
 def records_bytes(num_extents: int) -> int:
     """Size of the records memfd for a pool of `num_extents`."""
-    records = num_extents * RECORDS_PER_EXTENT * RECORD.itemsize
+    records = num_extents * RECORDS_PER_EXTENT * (RECORD.itemsize + 8)
     return RECORDS_OFFSET + records + MAX_CLIENTS * (CLIENT.itemsize + 4 * MAX_LEASES_PER_CLIENT)
 
 

@@ -50,7 +50,7 @@ _ENGINE_VERBS = {
 }  # fmt: skip
 _ADMIN_VERBS = {
     "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
-    "learned",
+    "learned", "unpin", "purge",
 }  # fmt: skip
 _EITHER_VERBS = {"warmup"}  # an engine warms what it is about to serve
 _FD_VERBS = {
@@ -85,6 +85,7 @@ class Server:
             self._spawn(self._exit_when_unused(self._state.config.exit_when_unused))
         self._spawn(notify.keep_telling(notifier, self.status_line))
         self._spawn(self._state.quarantine.watch(QUARANTINE_S))
+        self._spawn(self._state.end_pins())
         self._spawn(self._look_at_content())
         self._spawn(self._watch_files())
         recovery.serving(self._state.pool)
@@ -184,7 +185,7 @@ class Server:
             await asyncio.sleep(FILES_CHECK_S)
             changed = await self._state.weights.look_for_changes()
             if changed and self._state.config.on_change == "clear":
-                num_blocks = self._state.kv.retire(changed)
+                num_blocks = self._state.retire(changed)
                 _log.warning("blocks_of_changed_weights_cleared", blocks=num_blocks)
 
     async def _check_when_idle(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import json
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from cachewarmd.errors import InvalidRequestError
 from cachewarmd.learn import Prefix, choose
-from cachewarmd.simulate_policies import POLICIES, Place
+from cachewarmd.policy import POLICIES, Ghosts, Place
 from cachewarmd.traffic import Traffic
 
 BLOCK_TOKENS = 512
@@ -167,7 +166,7 @@ class Pool:
         self._sizes = [0, 0]  # of the policy's lists
         self._children: dict[int, int] = {}
         self._heaps: tuple[list[tuple[tuple[int, int], int]], ...] = ([], [])
-        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._ghosts = Ghosts(capacity)
         self._tick = 0
         self.evictions = 0
         self.ghost_hits = 0
@@ -184,9 +183,7 @@ class Pool:
             self._put(block, place)
         held = set(chain)
         for block in chain[found:]:
-            if block in self._ghosts:
-                self.ghost_hits += 1
-                del self._ghosts[block]
+            self.ghost_hits += self._ghosts.take(block)
             if len(self._places) >= self._capacity and not self._evict(held):
                 break
             parent = self._parents[block]
@@ -225,9 +222,7 @@ class Pool:
         self._children[parent] -= 1
         if parent in self._places:
             self._offer(parent)
-        self._ghosts[victim] = None
-        if len(self._ghosts) > self._capacity:
-            self._ghosts.popitem(last=False)
+        self._ghosts.add(victim)
         self.evictions += 1
         return True
 

@@ -16,7 +16,7 @@ import secrets
 import stat
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -61,11 +61,14 @@ class Outcome:
 # -- saving -----------------------------------------------------------------------------------
 
 
-def priority(blocks: Sequence[Block], max_bytes: int) -> list[Block]:
-    """The most recently used first, each behind its ancestors, until `max_bytes` are reached."""
+def priority(
+    blocks: Sequence[Block], max_bytes: int, pinned: Set[Block] = frozenset()
+) -> list[Block]:
+    """Pinned ones, then the most recently used, each behind its ancestors, up to `max_bytes`."""
     last_used = np.fromiter((block.last_used for block in blocks), np.int64, len(blocks))
+    is_pinned = np.fromiter((block in pinned for block in blocks), np.bool_, len(blocks))
     chosen: dict[Block, None] = {}
-    for number in np.argsort(-last_used, kind="stable").tolist():
+    for number in np.lexsort((-last_used, ~is_pinned)).tolist():
         chain: list[Block] = []
         node: Block | None = blocks[number]
         while node is not None and node not in chosen:
@@ -86,6 +89,7 @@ def save(
     max_bytes: int,
     progress: Progress,
     is_cancelled: Callable[[], bool],
+    pinned: Set[Block] = frozenset(),
 ) -> Outcome:
     """Write `blocks` of the pool to a new file `name` in the directory `folder`; for a thread.
 
@@ -93,7 +97,7 @@ def save(
     Raises NoSpaceError (disk), InvalidRequestError (directory), GivenUpError, OSError.
     """
     hit("snapshot.plan")
-    ordered = priority(blocks, max_bytes)
+    ordered = priority(blocks, max_bytes, pinned)
     hit("snapshot.planned")
     reason = state_dir.refusal(os.fstat(folder), is_secret=False)
     if reason:

@@ -90,6 +90,7 @@ class Snapshots:
                     self._max_bytes,
                     progress,
                     given_up.is_set,
+                    frozenset(self._store.pinned),
                 )
             except asyncio.CancelledError:
                 given_up.set()

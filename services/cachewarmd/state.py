@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,13 @@ from cachewarmd.budget import Budget
 from cachewarmd.catalog import Catalog
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
-from cachewarmd.errors import CachewarmError, InternalError, InvalidRequestError, NoSpaceError
+from cachewarmd.errors import (
+    CachewarmError,
+    InternalError,
+    InvalidRequestError,
+    NoSpaceError,
+    NotFoundError,
+)
 from cachewarmd.failpoints import hit
 from cachewarmd.fdstore import FdStore
 from cachewarmd.holding import Holding
@@ -37,6 +43,7 @@ from cachewarmd.kv import BlockStore
 from cachewarmd.lease import LeaseRows, LeaseTable
 from cachewarmd.log import get_logger
 from cachewarmd.packers import Packers
+from cachewarmd.pins import Pins
 from cachewarmd.pool import Memfds, Pool
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
@@ -46,6 +53,8 @@ from cachewarmd.warmup import Warmer
 from cachewarmd.weight_store import WeightStore
 
 _log = get_logger()
+
+PINS_CHECK_S = 0.5
 
 
 @dataclass(eq=False)
@@ -150,12 +159,15 @@ class State:
             segment.reopen_readonly(self.pool.memfds.records),
             segment.reopen_readonly(self.pool.memfds.pool),
         )
-        self.kv = BlockStore(self.pool, self._sizes_in_use)
+        self.kv = BlockStore(self.pool, self._sizes_in_use, config.l2_policy)
         self.packers = Packers()
         if adopted is not None:
             self._restore_blocks(before, is_clean)
         table = LeaseTable(self.pool.shared)
         self.quarantine = Quarantine(table, self.kv)
+        self.pins = Pins(self.kv, self.pool.pool_bytes * config.pin_bytes // 100)
+        if adopted is not None:
+            self._restore_pins(before.get("pins", []))
         self.lease_table = table
         self.weights = WeightStore(
             self._budget,
@@ -342,12 +354,22 @@ class State:
             seconds=round(time.monotonic() - self.started, 3),
         )
 
+    def _restore_pins(self, told: Any) -> None:
+        try:
+            num_lost = self.pins.restore(told)
+        except ValueError as exc:
+            _log.warning("pins_not_restored", reason=str(exc))
+            return
+        if num_lost:
+            _log.warning("pins_lost", pins=num_lost)
+
     def remember(self) -> None:
-        """Stamps or weights changed: a later daemon shall know. Losing warmth is no error."""
+        """Stamps, weights or pins changed: a later daemon shall know. Losing warmth is no error."""
         content = {
             "pool_id": self.pool.pool_id.hex(),
             "stamps": [info.to_json() for info in self.kv.stamps],
             "weights": weight_catalog.to_json(self.weights),
+            "pins": self.pins.to_json(),
         }
         weight_catalog.store_new(self.weights, self._kept)
         try:
@@ -372,11 +394,38 @@ class State:
         """Connections that use these weights."""
         return sum(client.uses(weights_sha256) for client in self.clients)
 
+    def weights_of(self, name: str) -> set[bytes] | None:
+        """All weights that a model's name stood for; None = no name, so any.
+
+        Raises NotFoundError.
+        """
+        if not name:
+            return None
+        models = self.weights.find(name, None)
+        digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
+        digests |= self.weights.versions.of(name)
+        if not digests:
+            raise NotFoundError(f"model {name!r} is not known")
+        return digests
+
     def serve_weights(self, client: Client, model_name: str, weights_sha256: bytes) -> None:
         """A client has attached these weights: the model's name stands for them now."""
         client.weights.add(weights_sha256)
         self.kv.revive(weights_sha256)
         self.weights.serve(model_name, weights_sha256)
+
+    def retire(self, weights: Set[bytes]) -> int:
+        """Blocks of these weights are found no more, pinned or not: how many went?"""
+        if self.pins.end(lambda pin: pin.stamp.weights_sha256 in weights):
+            self.remember()
+        return self.kv.retire(weights)
+
+    async def end_pins(self) -> None:
+        """Those whose time is over, or whose blocks are gone, again and again."""
+        while True:
+            await asyncio.sleep(PINS_CHECK_S)
+            if self.pins.end_over():
+                self.remember()
 
     def release_all(self, client: Client) -> None:
         """A client that has gone holds nothing any more. Idempotent."""

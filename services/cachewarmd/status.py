@@ -83,11 +83,14 @@ def status_now(state: State) -> pb.StatusReply:
         counters={
             **state.counters,
             **state.kv.counters,
-            "leases": state.kv.num_leases,
+            "leases": state.kv.num_leases - len(state.pins),
             "fds_stored": state.num_fds_kept,
             "fds_not_stored": state.num_fds_not_kept,
             "quarantined": state.quarantine.num_leases,
             "numa_misplaced_pages": state.num_misplaced_pages(),
         },
         num_jobs_active=sum(1 for job in state.warmer.jobs if not job.is_ended),
+        num_pins=len(state.pins),
+        pinned_bytes=state.pins.num_bytes,
+        max_pinned_bytes=state.pins.max_bytes,
     )

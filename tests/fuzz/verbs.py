@@ -31,6 +31,7 @@ from cachewarmd.errors import InvalidRequestError, ModelFilesError  # noqa: E402
 from cachewarmd.fdstore import FdStore  # noqa: E402
 from cachewarmd.kv import BlockStore  # noqa: E402
 from cachewarmd.notify import Notifier  # noqa: E402
+from cachewarmd.pins import Pins  # noqa: E402
 from cachewarmd.server import Server  # noqa: E402
 from cachewarmd.state import Client  # noqa: E402
 from cachewarmd.v1 import control_pb2 as pb  # noqa: E402
@@ -92,9 +93,12 @@ def _new_server() -> Server:
         snapshot_max_bytes=0,
         scrub_bytes_per_second=0,
         max_client_slots=75,
+        l2_policy="arc",
+        pin_bytes=25,
         on_change="keep",
         lock="off",
         strict=False,
+        learn="digests",
         log_level="error",
     )
     made = Server(config, 1, FdStore(Notifier(), {}))
@@ -171,12 +175,15 @@ async def _serve(data: bytes) -> None:
 
 def _forget_all() -> None:
     """The next client finds a daemon that has just started."""
+    _state.pins.end(lambda _: True)
+    assert not _state.pins.num_bytes, "pinned by no pin"
     assert not _state.kv.num_leases, "a lease outlives its client"
     assert not _state.pool.shared.clients["is_used"].any(), "rows outlive their client"
     _state.kv.evict(lambda _: True)
     _state.kv.check_invariants()
     assert not _state.kv._index, "a block that nothing holds can't be evicted"
-    _state.kv = BlockStore(_state.pool, _state._sizes_in_use)
+    _state.kv = BlockStore(_state.pool, _state._sizes_in_use, _state.config.l2_policy)
+    _state.pins = Pins(_state.kv, _state.pins.max_bytes)
     _state.warmer = Warmer(_state.weights)
     _state.counters.clear()
 
@@ -209,6 +216,7 @@ def make() -> Target:
         _message(0, pb.Envelope(id=4, publish=pb.Publish(lease=1, chain=chain, is_root=True))),
         _message(0, pb.Envelope(id=5, lookup=pb.Lookup(keys=keys[0], tail_keys=keys[1]))),
         _message(0, pb.Envelope(id=6, reattach=pb.Reattach(epoch=1, client_id=1, claims=claims))),
+        _message(0, pb.Envelope(id=9, pin=pb.Pin(lease=1, ttl_ms=1000, label="l"))),
         _message(0, pb.Envelope(id=7, release=pb.Release(lease=1))),
         _message(0, pb.Envelope(id=8, peek=pb.Peek(keys=keys))),
     ]
@@ -242,6 +250,10 @@ def make() -> Target:
         _message(9, pb.Envelope(id=10, snapshot_save=pb.SnapshotSave(name="s"))),
         _message(9, pb.Envelope(id=11, snapshot_load=pb.SnapshotLoad())),
         _message(0, pb.Envelope(id=12, verify=pb.Verify())),
+        _message(0, pb.Envelope(id=14, pin=pb.Pin(key=keys[0]))),
+        _message(0, pb.Envelope(id=15, pins=pb.Pins())),
+        _message(0, pb.Envelope(id=16, unpin=pb.Unpin(all=True))),
+        _message(0, pb.Envelope(id=17, purge=pb.Purge())),
         _message(0, pb.Envelope(id=13, shutdown=pb.Shutdown())),
     ]
     seeds = [b"".join(said) for said in (engine, engine[:3], front, admin, admin[:3])]

@@ -68,6 +68,12 @@ class Walk:
         self.publish()
         evict(self.daemon)
 
+    def pin(self) -> None:
+        """What an operator keeps: the chain that is checked for after each death."""
+        with self.daemon.client(pb.ROLE_ADMIN) as admin:
+            admin.call(pb.Envelope(pin=pb.Pin(key=key(CHAIN[0]), label="walk")), PATIENCE_S)
+            admin.call(pb.Envelope(unpin=pb.Unpin(label="walk")), PATIENCE_S)
+
     def load_weights(self) -> None:
         folder = write_model(self.folder / f"m{next(self._numbers)}", next(self._numbers), 2.0)
         with connect_worker(self.daemon.socket) as worker:
@@ -184,6 +190,7 @@ STEPS: dict[str, Step] = {
     "lease": Walk.publish,
     "lookup": Walk.publish,
     "pack": Walk.load_weights,
+    "pin": Walk.pin,
     "publish": Walk.publish,
     "quarantine": Walk.restart,
     "reattach": Walk.restart,
@@ -195,6 +202,7 @@ STEPS: dict[str, Step] = {
     "seal": Walk.publish,
     "snapshot": Walk.snapshot,
     "store": Walk.load_weights,
+    "unpin": Walk.pin,
     "verify": Walk.restart,
     "weights": Walk.load_weights,
 }

@@ -22,6 +22,7 @@ from cachewarmd import kv, layout
 from cachewarmd.errors import InvalidRequestError, LimitError, NotFoundError
 from cachewarmd.kv import NewBlock, Source
 from cachewarmd.layout import EXTENT_BYTES, BlockState
+from cachewarmd.pins import Pins
 from tests.block_store import (
     CAPACITY,
     ROOT,
@@ -337,7 +338,7 @@ def test_eviction_order_does_not_grow_with_lookups(harness: Harness) -> None:
     for number in range(5000):
         path = full(number % CAPACITY)
         harness.store.release(harness.store.lookup(harness.info, keys_of(path), [])[0])
-    assert len(harness.store._order._heaps[SLOT_BYTES]) < 500
+    assert len(harness.store._order._by_size[SLOT_BYTES].heaps[0]) < 500
     harness.seal_free(full(90))
     assert not harness.is_sealed(full(5000 % CAPACITY))
 
@@ -376,7 +377,7 @@ def spoil_parent(harness: Harness) -> None:
 
 
 def spoil_eviction_order(harness: Harness) -> None:
-    harness.store._order._heaps[SLOT_BYTES].clear()
+    harness.store._order._by_size[SLOT_BYTES].heaps[0].clear()
 
 
 def spoil_slots_held(harness: Harness) -> None:
@@ -526,6 +527,13 @@ BLOCKS = st.tuples(st.integers(0, 2), st.sampled_from([1, 2, B, B, B])).map(
 PATHS: st.SearchStrategy[Chain] = st.lists(BLOCKS, min_size=1, max_size=4).map(tuple)
 
 
+PIN_BLOCKS = 4
+
+
+def ends(path: Chain) -> range:
+    return range(1, len(path) + 1)
+
+
 class RandomHistory(RuleBasedStateMachine):
     """Publishes, lookups, releases and evictions in any order: store and model agree throughout."""
 
@@ -535,6 +543,7 @@ class RandomHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
+        self.pins = Pins(self.harness.store, PIN_BLOCKS * SLOT_BYTES)
         self.harness.store.supersede(set())
         self.harness.store.evict(lambda _: True)
 
@@ -563,6 +572,31 @@ class RandomHistory(RuleBasedStateMachine):
         self.model.move(lease, None)
         del self.model.leases[lease]
 
+    @rule(number=st.integers(0, CAPACITY - 1))
+    def pin(self, number: int) -> None:
+        """In the model it is a lease with a number below 0."""
+        for path in sorted(self.model.blocks)[number : number + 1]:
+            if all(self.model.leases[-pin.pin_id] != path for pin in self.pins):
+                self.pin_chain(path)
+
+    def pin_chain(self, path: Chain) -> None:
+        block = self.harness.block(key_of(path))
+        pinned = {p[:end] for n, p in self.model.leases.items() if n < 0 and p for end in ends(p)}
+        if len(pinned | {path[:end] for end in ends(path)}) > PIN_BLOCKS:
+            with pytest.raises(LimitError):
+                self.pins.add(block)
+            return
+        made, num_bytes = self.pins.add(block)
+        self.model.move(-made.pin_id, path)
+        assert num_bytes == SLOT_BYTES * len({path[:end] for end in ends(path)} - pinned)
+
+    @rule(number=st.integers(0, 3))
+    def unpin(self, number: int) -> None:
+        for pin in list(self.pins)[number : number + 1]:
+            assert self.pins.end(lambda known, pin=pin: known is pin) == 1
+            self.model.move(-pin.pin_id, None)
+            del self.model.leases[-pin.pin_id]
+
     @rule(is_superseded=st.booleans())
     def supersede(self, is_superseded: bool) -> None:
         self.harness.store.supersede({WEIGHTS} if is_superseded else set())
@@ -581,8 +615,10 @@ class RandomHistory(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything can be given back: nothing is pinned by a history that is over."""
+        self.pins.end(lambda _: True)
         for lease in self.model.leases:
-            self.harness.store.release(lease)
+            if lease > 0:
+                self.harness.store.release(lease)
         self.harness.store.evict(lambda _: True)
         blocks, _ = self.harness.pool.usage()
         assert sum(blocks.values()) == blocks["free"]

@@ -23,7 +23,7 @@ from cachewarmd.layout import EXTENT_BYTES, BlockState
 from cachewarmd.notify import Notifier
 from cachewarmd.pool import Memfds, Pool
 from cachewarmd.weight_store import WeightStore
-from tests.block_store import CAPACITY, Harness, full, key_of, keys_of, make_harness
+from tests.block_store import CAPACITY, SLOT_BYTES, Harness, full, key_of, keys_of, make_harness
 from tests.daemon import private_pool
 
 
@@ -338,3 +338,43 @@ def test_record_checks_see_every_single_bit() -> None:
             raw[place] ^= 1 << bit
             assert layout.record_checks(records)[0] != before
             raw[place] ^= 1 << bit
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_what_goes_first_is_much_the_same_after_a_restart(policy: str) -> None:
+    """The order of last uses, and under arc what was used again, are those of the daemon before."""
+    with make_harness(policy=policy) as harness:
+        for label in (1, 2, 3):
+            harness.seal_free(full(label))
+        lease, _ = harness.store.lookup(harness.info, keys_of(full(1)), [])
+        harness.store.release(lease)
+        pool = Pool(harness.pool.pool_bytes, 2, b"", harness.pool.memfds)
+        store = BlockStore(pool, policy=policy)
+        store.restore_stamp(harness.info)
+        recovery.restore(pool, store, is_verified=True)
+        store.check_invariants()
+        order = []
+        while (block := store._order.first(SLOT_BYTES)) is not None:
+            order.append(block.key)
+            store._drop(block, "pressure")
+        assert order == [key_of(full(label)) for label in (2, 3, 1)]
+        lists = harness.store.block(key_of(full(1))), harness.store.block(key_of(full(2)))
+        assert [block.place[0] for block in lists if block] == [int(policy == "arc"), 0]
+
+
+def test_uses_that_can_not_be_are_no_trouble() -> None:
+    """Whatever stands there, blocks are restored and the order goes on from it."""
+    with make_harness() as harness:
+        for label in (1, 2):
+            harness.seal_free(full(label, label))
+        harness.pool.shared.uses[:] = np.iinfo(np.int64).max
+        harness.pool.shared.uses[1] = np.iinfo(np.int64).min
+        pool = Pool(harness.pool.pool_bytes, 2, b"", harness.pool.memfds)
+        store = BlockStore(pool, policy="arc")
+        store.restore_stamp(harness.info)
+        assert recovery.restore(pool, store, is_verified=True).num_blocks == 4
+        for _ in range(3):
+            lease, found = store.lookup(store.stamps[0], keys_of(full(1, 1)), [])
+            assert len(found) == 2
+            store.release(lease)
+        store.check_invariants()

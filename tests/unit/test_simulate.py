@@ -11,7 +11,7 @@ import pytest
 from cachewarmd import simulate
 from cachewarmd.ctl.__main__ import main
 from cachewarmd.errors import InvalidRequestError
-from cachewarmd.simulate_policies import POLICIES
+from cachewarmd.policy import POLICIES
 from scripts.lib import traces
 
 

@@ -81,6 +81,17 @@ def test_the_most_recently_used_chains_come_first(harness: Harness, tmp_path: Pa
         assert not other.is_sealed(full(2))
 
 
+def test_pinned_chains_come_before_hotter_ones(harness: Harness) -> None:
+    """A limit cuts off what is not pinned first."""
+    for label in (1, 2, 3):
+        harness.seal_free(full(label, 10 + label))
+    pinned = {harness.block(key) for key in keys_of(full(2, 12))}
+    limit = 4 * harness.info.block_bytes
+    ordered = snapshot.priority(harness.store.blocks, limit, pinned)
+    wanted = [full(2), full(2, 12), full(3), full(3, 13)]
+    assert [block.key for block in ordered] == [key_of(path) for path in wanted]
+
+
 def test_restored_blocks_are_evicted_coldest_first(harness: Harness, tmp_path: Path) -> None:
     """The snapshot's order is the new pool's, and what is used there is hotter than all of it."""
     for label in range(1, CAPACITY):

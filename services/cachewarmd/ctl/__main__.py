@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from cachewarmd import options, plan
-from cachewarmd.ctl import doctor, learned_plan, simulation, size, snapshots, stats, verbs
+from cachewarmd.ctl import doctor, learned_plan, pins, simulation, size, snapshots, stats, verbs
 from cachewarmd.ctl.arguments import argument as _argument
 from cachewarmd.ctl.outcome import (
     EXIT_FAILED,
@@ -27,7 +27,7 @@ from cachewarmd.errors import CachewarmError
 from cachewarmd.warmup import MAX_PARALLEL
 
 # Modules that bring verbs: each has `add_verbs(add)`.
-_GROUPS = (stats, doctor, size, learned_plan, simulation)
+_GROUPS = (stats, doctor, size, learned_plan, simulation, pins)
 
 
 class _Parser(argparse.ArgumentParser):

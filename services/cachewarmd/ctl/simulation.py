@@ -12,7 +12,7 @@ from cachewarmd import options, simulate
 from cachewarmd.ctl import views
 from cachewarmd.ctl.arguments import Add, argument
 from cachewarmd.ctl.outcome import EXIT_OK, Output, UsageError
-from cachewarmd.simulate_policies import POLICIES
+from cachewarmd.policy import POLICIES
 
 _SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)  # of what the whole trace needs
 _BAR_CELLS = 40

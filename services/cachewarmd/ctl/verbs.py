@@ -102,7 +102,7 @@ def evict(args: argparse.Namespace, output: Output) -> int:
     told = _ask(args, pb.ROLE_ADMIN, envelope).evict_reply
     text = (
         f"{told.num_blocks} blocks evicted ({views.human_bytes(told.num_bytes)}), "
-        f"{told.num_kept} in use were kept"
+        f"{told.num_kept} in use or pinned were kept"
     )
     output.answer(views.plain(told), lambda console: console.print(text))
     return EXIT_OK

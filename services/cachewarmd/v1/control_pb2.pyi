@@ -955,7 +955,7 @@ class ClientStatus(_message.Message):
     def __init__(self, client_id: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., uid: _Optional[int] = ..., num_leases: _Optional[int] = ..., is_provider: _Optional[bool] = ..., held_bytes: _Optional[int] = ..., max_held_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "pool", "models", "stamps", "clients", "counters", "num_jobs_active")
+    __slots__ = ("version", "pid", "epoch", "uptime_s", "socket", "pool", "models", "stamps", "clients", "counters", "num_jobs_active", "num_pins", "pinned_bytes", "max_pinned_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -974,6 +974,9 @@ class StatusReply(_message.Message):
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_JOBS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     pid: int
     epoch: int
@@ -985,4 +988,7 @@ class StatusReply(_message.Message):
     clients: _containers.RepeatedCompositeFieldContainer[ClientStatus]
     counters: _containers.ScalarMap[str, int]
     num_jobs_active: int
-    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., stamps: _Optional[_Iterable[_Union[StampStatus, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., num_jobs_active: _Optional[int] = ...) -> None: ...
+    num_pins: int
+    pinned_bytes: int
+    max_pinned_bytes: int
+    def __init__(self, version: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., socket: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., stamps: _Optional[_Iterable[_Union[StampStatus, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., num_jobs_active: _Optional[int] = ..., num_pins: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., max_pinned_bytes: _Optional[int] = ...) -> None: ...
