@@ -99,6 +99,7 @@ class Front:
         self._environ = environ
         self._notifier = Notifier.from_environ(environ)
         self._tokenizer = begun.tokenizer.result()
+        self._tokenizer.keep_prompts(config.prompt_cache_bytes)
         templates = ChatTemplates.load(config.model)
         self._chat = ChatEncoder(
             self._tokenizer,
