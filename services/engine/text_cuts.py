@@ -51,7 +51,6 @@ _IDEOGRAPHS, _IDEOGRAPHIC_MARKS = "\u4e00-\u9fff", "\u3001\u3002\uff0c\uff01\uff
 _SEEN_AS_MARKS = frozenset(f"{_IDEOGRAPHIC_MARKS},!?;:")
 # An added token that holds such a place, or begins or ends with white space, could lie across one.
 _CROSSING = re.compile(rf"[!-~] |\n|[{_IDEOGRAPHS}][{_IDEOGRAPHIC_MARKS}]|\A\s|\s\Z|\A\Z")
-_MAX_FINDS = 16  # beginnings of added tokens that are looked for
 _MIN_PIECE = 8  # characters before an added token
 
 
@@ -86,18 +85,15 @@ class TextCuts:
         return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
 
     def _token_places(self, text: str) -> list[int]:
-        places = []
-        for beginning, tokens in self._tokens.items():
-            place = text.find(beginning)
-            while place >= 0:
-                if text.startswith(tokens, place):
-                    places.append(place)
-                place = text.find(beginning, place + 1)
-        return sorted(places)
+        found = chain.from_iterable(pattern.finditer(text) for pattern in self._tokens)
+        return sorted(match.start() for match in found)
 
 
-def _tokens_to_cut_before(added: Sequence[AddedToken]) -> dict[str, tuple[str, ...]]:
-    """Added tokens that nothing to their left can change, by their first two characters."""
+def _tokens_to_cut_before(added: Sequence[AddedToken]) -> list[re.Pattern[str]]:
+    """Added tokens that nothing to their left can change: a pattern for each first character.
+
+    The pattern of a known first character is searched some ten times as fast as that of any.
+    """
     # Those found first, in the text as it is; the others are looked for in what is left of it.
     first = [entry for entry in added if not entry.normalized]
     found: dict[str, list[str]] = {}
@@ -111,9 +107,8 @@ def _tokens_to_cut_before(added: Sequence[AddedToken]) -> dict[str, tuple[str, .
             and text[0] in _MARKS
             and not any(_may_interfere(other, text) for other in first)
         ):
-            found.setdefault(text[:2], []).append(text)
-    kept = sorted(found, key=lambda beginning: -len(found[beginning]))[:_MAX_FINDS]
-    return {beginning: tuple(found[beginning]) for beginning in kept}
+            found.setdefault(text[0], []).append(re.escape(text[1:]))
+    return [re.compile(f"{re.escape(c)}(?:{'|'.join(rest)})") for c, rest in found.items()]
 
 
 def _may_interfere(other: AddedToken, token: str) -> bool:

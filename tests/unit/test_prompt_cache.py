@@ -133,7 +133,7 @@ texts = scraps.map("".join).map(lambda text: text.encode("utf-8", "ignore").deco
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(head=texts, tails=st.lists(texts, min_size=1, max_size=3), chars=st.integers(1, 12))
 def test_ids_with_the_cache_are_those_without_it(
