@@ -46,8 +46,9 @@ _EXTEND_S = 20.0  # asked of the service manager again and again while a snapsho
 
 _ENGINE_VERBS = {
     "attach_weights", "register", "peek", "lookup", "publish", "release", "reattach", "provide",
-    "warm_item_update",
+    "warm_item_update", "get_prompts", "put_prompts",
 }  # fmt: skip
+_UNANSWERED = {"warm_item_update", "put_prompts"}
 _ADMIN_VERBS = {
     "warmup", "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
 }  # fmt: skip
@@ -84,6 +85,7 @@ class Server:
         self._spawn(self._state.quarantine.watch(QUARANTINE_S))
         self._spawn(self._look_at_content())
         self._spawn(self._watch_files())
+        self._spawn(self._restore_prompts())
         recovery.serving(self._state.pool)
         ready()
         self._state.pool.in_background = lambda work: loop.run_in_executor(None, work)
@@ -167,6 +169,13 @@ class Server:
             is_left = self._state.kv.verify_some(scrub.SLICE_BYTES)
         if self._state.config.scrub_bytes_per_second:
             await scrub.keep_scrubbing(self._state.kv, self._state.config.scrub_bytes_per_second)
+
+    async def _restore_prompts(self) -> None:
+        """Find what an earlier daemon kept, a segment at a time."""
+        is_left = True
+        while is_left:
+            await asyncio.sleep(_VERIFY_PAUSE_S)
+            is_left = self._state.prompts.restore_some()
 
     async def _watch_files(self) -> None:
         """Notice that loaded weights are no longer those of their files."""
@@ -273,7 +282,7 @@ class Server:
             raise ProtocolError(f"{verb} is not a request")
         if (client.role == pb.ROLE_UNSPECIFIED) != (verb == "hello"):
             raise ProtocolError("hello must be the first frame, and only that")
-        if not envelope.id and verb != "warm_item_update":
+        if not envelope.id and verb not in _UNANSWERED:
             raise ProtocolError(f"{verb} needs an id above 0")
         low, high = _FD_VERBS.get(verb, (0, 0))
         if not low <= num_fds <= high:

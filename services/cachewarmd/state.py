@@ -36,6 +36,7 @@ from cachewarmd.lease import LeaseRows, LeaseTable
 from cachewarmd.log import get_logger
 from cachewarmd.packers import Packers
 from cachewarmd.pool import Memfds, Pool
+from cachewarmd.prompts import Prompts
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
 from cachewarmd.v1 import control_pb2 as pb
@@ -168,6 +169,7 @@ class State:
             self.remember,
             self.counters,
         )
+        self.prompts = self._open_prompts()
         self.remember()
         for name in self._kept.forget_rest():
             _log.warning("descriptor_of_nothing_closed", name=name)
@@ -185,6 +187,23 @@ class State:
         catalog = Catalog()
         self._kept.keep(fdstore.CATALOG, catalog.fd)
         return catalog
+
+    def _open_prompts(self) -> Prompts:
+        def may_take(num_bytes: int) -> bool:
+            return self._budget.available_bytes() >= num_bytes
+
+        fd = self._kept.take(fdstore.PROMPTS)
+        if fd is not None:
+            try:
+                return Prompts(self.config.prompt_bytes, may_take, fd)
+            except ValueError as exc:
+                _log.warning("prompts_not_adopted", reason=str(exc))
+                os.close(fd)
+                self._kept.forget(fdstore.PROMPTS)
+        prompts = Prompts(self.config.prompt_bytes, may_take)
+        if prompts.fd >= 0:
+            self._kept.keep(fdstore.PROMPTS, prompts.fd)
+        return prompts
 
     def _adoptable(self, catalog: dict[str, Any]) -> Memfds | None:
         """The pool of the daemon before, if it can be used: all of it or nothing."""

@@ -133,6 +133,11 @@ class WarmupProvider:
         self._lost = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def client(self) -> Client | None:
+        """The connection, while there is one."""
+        return self._client if self._client is not None and not self._client.is_lost else None
+
     async def run(self, info: WorkerReady) -> None:
         """Stay registered until cancelled; reconnects with jittered back-off."""
         delay = 0.05

@@ -70,6 +70,11 @@ class PromptCache:
         """What is kept, with what an entry takes beside its ids."""
         return self._kept.used
 
+    def forget(self) -> None:
+        """Keep nothing of what was; for tests and measurements."""
+        with self._lock:
+            self._kept = Lru2(self._kept.capacity)
+
     def encode(self, text: str) -> list[int]:
         """The ids that ``encode`` of the whole text gives. A long text that is new takes seconds.
 

@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cachewarmd import options
+from cachewarmd.client import Client
 from cachewarmd.log import get_logger
 from cachewarmd.notify import Notifier, keep_telling
 from engine import __version__, daemon
@@ -34,6 +35,7 @@ from engine.metrics import EngineMetrics
 from engine.request import WorkerReady
 from engine.router import Router
 from engine.service import EngineService, FrontState
+from engine.shared_prompts import DaemonPrompts
 from engine.v1 import engine_pb2
 from engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from engine.workers import WorkerPool
@@ -99,7 +101,12 @@ class Front:
         self._environ = environ
         self._notifier = Notifier.from_environ(environ)
         self._tokenizer = begun.tokenizer.result()
+        self._front_client: Callable[[], Client | None] = lambda: None
         self._tokenizer.keep_prompts(config.prompt_cache_bytes)
+        if self._tokenizer.prompt_cache is not None:
+            self._tokenizer.prompt_cache.shared = DaemonPrompts(
+                lambda: self._front_client(), self._tokenizer.identity
+            )
         templates = ChatTemplates.load(config.model)
         self._chat = ChatEncoder(
             self._tokenizer,
@@ -309,6 +316,7 @@ class Front:
                 state.model.max_context,
             )
             self._provider = self._begin(provider.run(ready))
+            self._front_client = lambda: provider.client
 
     def _announce(self, ready: WorkerReady) -> None:
         state = self._state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import islice
@@ -42,13 +43,15 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"there is no tokenizer file {path}")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            data = path.read_bytes()  # once: what it is known by must be what is used
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         # The library raises bare Exception for every kind of bad file.
         except Exception as error:
             raise TokenizerError(f"cannot read the tokenizer file {path}: {error}") from error
         # Files saved from a training run may carry either; a server must see whole prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._digest = hashlib.sha256(data).digest()
         self.prompt_cache: PromptCache | None = None
         self._bytes_by_id: dict[int, bytes] = {}
         self._make_special(config.special_tokens.values())
@@ -133,6 +136,12 @@ class Tokenizer:
         if self.prompt_cache is not None:
             return self.prompt_cache.encode(text)
         return encode_plainly(self._tokenizer, text)
+
+    @cached_property
+    def identity(self) -> bytes:
+        """Equal for tokenizers that give a text the same ids, without what is put around it."""
+        named = "\0".join(sorted(self.special_tokens.values()))
+        return hashlib.sha256(self._digest + f"{tokenizers.__version__}\0{named}".encode()).digest()
 
     def keep_prompts(self, capacity: int) -> None:
         """Remember the ids of texts from here on, in at most so many bytes; the ids are the same.
