@@ -340,6 +340,8 @@ class Front:
         }
         print(json.dumps(line), flush=True)
         self._notifier.ready()
+        if self._tokenizer.prompt_cache is not None:
+            self._begin(self._chat.prefill())
 
     @property
     def _http_address(self) -> str | None:

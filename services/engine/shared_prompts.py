@@ -18,6 +18,7 @@ from cachewarmd.v1 import control_pb2 as pb
 
 _BUDGET_S = 0.02  # as for a lookup of blocks: later is a miss
 _PAUSE_S = 1.0  # after one that was late or refused
+_CONNECT_S = 5.0
 _MAX_ASKED = 1024
 _PUT_AT_ONCE = 128  # pieces: the daemon's loop takes about a millisecond for them
 _MAX_WAITING = 64  # messages; what comes meanwhile is not shared
@@ -63,12 +64,19 @@ class DaemonPrompts:
     def _send(self) -> None:
         while True:
             pieces = self._waiting.get()
-            client = self._connection()
+            client = self._await_connection()
             if client is not None:
                 keys = b"".join(self._keys(client, list(pieces)))
                 request = pb.PutPrompts(keys=keys, ids=pieces.values())
                 with contextlib.suppress(CachewarmError):  # it is known here all the same
                     client.notify(pb.Envelope(put_prompts=request))
+
+    def _await_connection(self) -> Client | None:
+        """A front connects a moment after it has begun to tokenise, and again after a loss."""
+        end = time.monotonic() + _CONNECT_S
+        while (client := self._connection()) is None and time.monotonic() < end:
+            time.sleep(_CONNECT_S / 50)
+        return client
 
     def _keys(self, client: Client, digests: Sequence[bytes]) -> list[bytes]:
         root = hmac.digest(client.hello.salt, b"prompts" + self._tokenizer_id, "sha256")

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
+from cachewarmd.lru2 import BURST_S, Lru2
+from engine.chat import ChatEncoder, ChatTemplates
 from engine.prompt_cache import PromptCache
 from engine.text_cuts import TextCuts
 from engine.tokenizer import Tokenizer, encode_plainly
@@ -196,3 +198,50 @@ def test_what_is_kept_is_bounded() -> None:
         text = DOCUMENT[start * 100 :]
         assert cache.encode(text) == encode_plainly(tokenizer, text)
         assert 0 < cache.used_bytes <= 4096
+
+
+async def test_what_a_long_template_writes_is_tokenised_ahead(tmp_path: Path) -> None:
+    """The first conversation finds the template's own text, and has the same ids."""
+    rules = "".join(f"{n}. Say the quick brown fox's own words. " for n in range(200))
+    template = rules + "{% for m in messages %}<|eot_id|>{{ m['content'] }}{% endfor %}"
+    tokenizer = Tokenizer(write_t_bl(tmp_path, template))
+    tokenizer.keep_prompts(1 << 20)
+    cache = tokenizer.prompt_cache
+    assert cache is not None
+    chat = ChatEncoder(tokenizer, ChatTemplates.load(tmp_path), 100_000)
+    try:
+        await chat.prefill()
+        assert (cache.num_tokens > 0, cache.num_hit_tokens) == (True, 0)
+        ids = await chat.encode([("user", "the fox")])
+    finally:
+        await chat.close()
+    assert ids[1:] == encode_plainly(tokenizer.backend, rules + "<|eot_id|>the fox")
+    assert cache.num_hit_tokens > 0.7 * len(ids)
+
+
+def test_a_burst_is_one_touch_and_what_is_touched_again_stays() -> None:
+    """LRU-2: a flood of what is new drops what was touched once, or in one burst only."""
+    cache: Lru2[str, str] = Lru2(100)
+    for key in ("burst", "again"):
+        cache.put(key, key, 10, 0.0)
+    assert cache.get("burst", BURST_S / 2) == "burst"
+    assert cache.get("again", BURST_S * 2) == "again"
+    for number in range(50):
+        cache.put(str(number), "", 10, 20.0)
+        assert cache.used <= 100
+    assert ("burst" in cache, "again" in cache, "49" in cache) == (False, True, True)
+
+
+def test_what_is_new_has_room_among_what_was_touched_again() -> None:
+    """A cache full of what was touched again lets new entries stay long enough for a second."""
+    cache: Lru2[int, int] = Lru2(100)
+    for number in range(10):
+        cache.put(number, number, 10, float(number))
+    for number in range(10):
+        assert cache.get(number, 100.0 + number) == number
+    for number in range(10, 14):
+        cache.put(number, number, 10, 300.0)
+    kept = [number for number in range(14) if number in cache]
+    assert kept[-1] == 13
+    assert len(kept) == 10
+    assert 0 not in kept
