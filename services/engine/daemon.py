@@ -194,7 +194,7 @@ class WarmupProvider:
 
     async def _run_item(self, item: pb.WarmItem, update: pb.WarmItemUpdate) -> None:
         if item.prompt.WhichOneof("prompt") == "text":
-            ids = self._tokenizer.encode(item.prompt.text)
+            ids = await asyncio.to_thread(self._tokenizer.encode, item.prompt.text)
         else:
             ids = list(item.prompt.token_ids.ids)
         if not 0 < len(ids) <= self._max_context:

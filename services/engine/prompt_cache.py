@@ -22,8 +22,8 @@ from engine.text_cuts import TextCuts
 
 PIECE_CHARS = 1024  # between words a piece has at least so many: some 250 tokens
 MIN_CHARS = 2 * PIECE_CHARS  # a shorter text is tokenised faster than it is looked up
-# Asking for less takes longer than tokenising it.
-MIN_SHARED_CHARS = 8 << 10
+# Less is tokenised sooner than it is asked for; and less is tokenised on the front's loop.
+MIN_SHARED_CHARS = 16 << 10
 _ENTRY_BYTES = 300  # of an entry beside its ids
 
 

@@ -204,6 +204,7 @@ class Front:
             num_waiting=lambda: self._router.num_waiting,
             kv_usage=lambda: workers.kv_usage,
             num_failovers=lambda: self._router.num_failovers,
+            prompt_tokens=self._count_prompt_tokens,
         )
         workers.on_stats = lambda pid, stats: metrics.worker_stats(
             pid,
@@ -213,6 +214,12 @@ class Front:
         )
         workers.on_gone = metrics.worker_gone
         return metrics
+
+    def _count_prompt_tokens(self) -> tuple[int, int, int]:
+        cache = self._tokenizer.prompt_cache
+        if cache is None:
+            return 0, 0, 0
+        return cache.num_tokens, cache.num_hit_tokens, cache.num_shared_tokens
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         service = EngineService(
