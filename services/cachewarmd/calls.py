@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 
-from cachewarmd import __version__, layout, protocol, scrub, segment
+from cachewarmd import __version__, layout, learned, protocol, scrub, segment
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import (
     InvalidRequestError,
@@ -155,7 +155,8 @@ def _register(state: State, client: Client, envelope: pb.Envelope, _: list[int])
         state.remember()  # before a record can name it
     hit("register.after")
     client.stamps[info.stamp_id] = info
-    client.reply(envelope.id, register_reply=pb.RegisterReply(stamp_id=info.stamp_id))
+    reply = pb.RegisterReply(stamp_id=info.stamp_id, wants_token_ids=state.config.learn == "ids")
+    client.reply(envelope.id, register_reply=reply)
 
 
 def _peek(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
@@ -178,11 +179,14 @@ def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -
         raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
         raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
+    learned.check(stamp, request)
     keys, tail_keys = map(protocol.split_keys, (request.keys, request.tail_keys))
     lease, blocks = state.kv.lookup(stamp, keys, tail_keys, client.rows, client.holding)
     client.leases.add(lease)
     reply = pb.LookupReply(lease=lease, blocks=b"".join([b.packed for b in blocks]))
     client.reply(envelope.id, lookup_reply=reply)
+    if state.traffic is not None:
+        learned.count(state.traffic, stamp, request, keeps_ids=state.config.learn == "ids")
 
 
 def _publish(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
@@ -334,15 +338,39 @@ def _is_warm(state: State, client: Client, envelope: pb.Envelope, fds: list[int]
     client.reply(envelope.id, is_warm_reply=reply)
 
 
+def _weights_of(state: State, name: str) -> set[bytes] | None:
+    """All weights that a model's name stood for; None = no name, so any. Raises NotFoundError."""
+    if not name:
+        return None
+    models = state.weights.find(name, None)
+    digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
+    digests |= state.weights.versions.of(name)
+    if not digests:
+        raise NotFoundError(f"model {name!r} is not known")
+    return digests
+
+
+def _learned(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    _check_tasks(client)
+    digests = _weights_of(state, envelope.learned.model)
+    stamps = {
+        info.stamp: info
+        for info in state.kv.stamps
+        if digests is None or info.weights_sha256 in digests
+    }
+    prefixes = learned.chosen(state.traffic, envelope.learned, stamps)
+
+    async def tell() -> None:
+        for reply, more in learned.replies(prefixes, stamps):
+            reply.learn = state.config.learn
+            client.connection.send(pb.Envelope(id=envelope.id, more=more, learned_reply=reply))
+            await asyncio.sleep(0)  # lookups are not to wait for all of it
+
+    client.run(envelope.id, "learned", tell())
+
+
 def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
-    name = envelope.evict.model
-    digests = None
-    if name:
-        models = state.weights.find(name, None)
-        digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
-        digests |= state.weights.versions.of(name)
-        if not digests:
-            raise NotFoundError(f"model {name!r} is not known")
+    digests = _weights_of(state, envelope.evict.model)
     num_blocks, num_bytes, kept = state.kv.evict(
         lambda stamp: digests is None or stamp.weights_sha256 in digests
     )
@@ -490,6 +518,7 @@ HANDLERS: dict[str, Handler] = {
     "cancel_job": _cancel_job,
     "is_warm": _is_warm,
     "evict": _evict,
+    "learned": _learned,
     "snapshot_save": _snapshot_save,
     "snapshot_load": _snapshot_load,
     "verify": _verify,

@@ -126,6 +126,14 @@ OPTIONS = (
         "refuse to start, instead of a warning, where the pool gets no huge pages, can't be locked "
         "(unless lock is off), or can't be kept for the next daemon by who starts us",
     ),
+    Option(
+        "learn",
+        options.choice("off", "digests", "ids"),
+        "digests",
+        "what lookups are counted by, for `cachewarmd-ctl plan`: digests of prefixes, or also "
+        "their token ids, which are data made from prompts and all that a plan can be made of",
+        "WHAT",
+    ),
     Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
 )
 
@@ -149,6 +157,7 @@ class Config:
     on_change: str
     lock: str
     strict: bool
+    learn: str
     log_level: str
 
 

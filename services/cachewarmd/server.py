@@ -51,6 +51,7 @@ _ENGINE_VERBS = {
 _UNANSWERED = {"warm_item_update", "put_prompts"}
 _ADMIN_VERBS = {
     "warmup", "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
+    "learned",
 }  # fmt: skip
 _FD_VERBS = {
     "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 1), "is_warm": (0, 1),

@@ -1,4 +1,4 @@
-"""What tier L1 would save on a trace: tokens whose ids are kept, and the time that tokenising takes.
+"""What tier L1 would save on a trace: tokens whose ids are kept, and time spent on tokenising.
 
 A trace's block stands for a piece of text. `none` tokenises everything; `lru` and `lru2` keep ids
 of so many tokens; with `prefill` the beginning that most requests share is there from the start.

@@ -39,6 +39,7 @@ from cachewarmd.pool import Memfds, Pool
 from cachewarmd.prompts import Prompts
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
+from cachewarmd.traffic import Traffic
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Provider, Warmer
 from cachewarmd.weight_store import WeightStore
@@ -161,6 +162,7 @@ class State:
         weight_catalog.restore(self.weights, before.get("weights", {}), kept)
         self.kv.supersede(self.weights.versions.superseded)
         self.warmer = Warmer(self.weights)
+        self.traffic = Traffic() if config.learn != "off" else None
         self.snapshots = Snapshots(
             self.pool,
             self.kv,
@@ -297,6 +299,11 @@ class State:
         if self.may_lock and (why := self.pool.lock_committed()):
             self.may_lock = False
             _log.warning("pool_not_locked", reason=why)
+
+    @property
+    def num_fds_kept(self) -> int:
+        """Descriptors that the next daemon will get; 0 where nobody keeps any."""
+        return len(self._kept.names)
 
     @property
     def num_fds_not_kept(self) -> int:

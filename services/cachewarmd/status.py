@@ -85,6 +85,7 @@ def status_now(state: State) -> pb.StatusReply:
             **state.counters,
             **state.kv.counters,
             "leases": state.kv.num_leases,
+            "fds_stored": state.num_fds_kept,
             "fds_not_stored": state.num_fds_not_kept,
             "prompt_pieces": len(state.prompts),
             "prompt_hits": state.prompts.num_hits,

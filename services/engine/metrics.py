@@ -90,8 +90,8 @@ class EngineMetrics:
 
     The callables are read at each collection: a gauge can't be left behind by a request that ended
     in an unusual way. `kv_usage` is a ratio of 0 to 1; `num_failovers` counts since start. `now`
-    gives seconds and never steps back. `prompt_tokens` counts tokens of texts that were looked up in
-    tier L1, those found in the front, and those found in the daemon.
+    gives seconds and never steps back. `prompt_tokens` counts tokens of texts looked up
+    in tier L1, those found in the front, and those found in the daemon.
     """
 
     def __init__(

@@ -32,6 +32,7 @@ _log = get_logger()
 _PUBLISH_TIMEOUT_S = 2.0
 # After a lookup that got no answer in time the next ones don't try: each would cost its budget.
 _LOOKUP_PAUSE_S = 1.0
+_MAX_TOLD_IDS = 1 << 20  # token ids in a lookup, for a daemon that wants them; a frame has 8 MiB
 
 
 @dataclass(eq=False)
@@ -125,6 +126,12 @@ class SharedCache:
         rest = tokens[len(keys) * self._block_size :]
         tails = tail_keys(keys[-1] if keys else root, rest)
         request = pb.Lookup(stamp_id=link.stamp_id, keys=b"".join(keys), tail_keys=b"".join(tails))
+        num_ids = len(keys) * self._block_size
+        if link.wants_token_ids and num_ids <= _MAX_TOLD_IDS:
+            request.token_ids = np.asarray(tokens[:num_ids], dtype="<u4").tobytes()
+            request.tenant, salt = domain
+            if salt is not None:
+                request.cache_salt = salt
         try:
             reply, _ = link.client.call(
                 pb.Envelope(lookup=request),
