@@ -374,6 +374,8 @@ def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) ->
     num_blocks, num_bytes, kept = state.kv.evict(
         lambda stamp: digests is None or stamp.weights_sha256 in digests
     )
+    if digests is None:
+        state.drop_prompts()
     reply = pb.EvictReply(num_blocks=num_blocks, num_bytes=num_bytes, num_kept=kept)
     client.reply(envelope.id, evict_reply=reply)
 

@@ -92,6 +92,11 @@ class Prompts:
         hit("prompts.after")
         return True
 
+    def close(self) -> None:
+        """Let go of the memfd; whoever stored a duplicate has it still."""
+        if self.fd >= 0:
+            os.close(self.fd)
+
     def restore_some(self) -> bool:
         """Find what one segment of an earlier daemon holds; False when all were looked at."""
         if self._unread:

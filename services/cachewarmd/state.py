@@ -191,21 +191,29 @@ class State:
         return catalog
 
     def _open_prompts(self) -> Prompts:
-        def may_take(num_bytes: int) -> bool:
-            return self._budget.available_bytes() >= num_bytes
-
         fd = self._kept.take(fdstore.PROMPTS)
         if fd is not None:
             try:
-                return Prompts(self.config.prompt_bytes, may_take, fd)
+                return Prompts(self.config.prompt_bytes, self._may_take, fd)
             except ValueError as exc:
                 _log.warning("prompts_not_adopted", reason=str(exc))
                 os.close(fd)
                 self._kept.forget(fdstore.PROMPTS)
-        prompts = Prompts(self.config.prompt_bytes, may_take)
+        return self._new_prompts()
+
+    def _new_prompts(self) -> Prompts:
+        prompts = Prompts(self.config.prompt_bytes, self._may_take)
         if prompts.fd >= 0:
             self._kept.keep(fdstore.PROMPTS, prompts.fd)
         return prompts
+
+    def _may_take(self, num_bytes: int) -> bool:
+        return self._budget.available_bytes() >= num_bytes
+
+    def drop_prompts(self) -> None:
+        """Forget all ids of prompts, and give their memory back."""
+        before, self.prompts = self.prompts, self._new_prompts()
+        before.close()
 
     def _adoptable(self, catalog: dict[str, Any]) -> Memfds | None:
         """The pool of the daemon before, if it can be used: all of it or nothing."""

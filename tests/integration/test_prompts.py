@@ -72,6 +72,23 @@ def test_ids_outlive_a_killed_daemon(tmp_path: Path, short_dir: Path) -> None:
         ask_again(daemon, tmp_path)
 
 
+def test_evict_without_a_model_drops_all_ids(tmp_path: Path, short_dir: Path) -> None:
+    """Nothing is left, also not for the next daemon; and new pieces are kept again."""
+    with Daemon(short_dir / "s", extra=["--holder"]) as daemon:
+        with daemon.client(pb.ROLE_ENGINE) as client:
+            front(tmp_path, client).encode(TEXT)
+            wait_until(lambda: num_pieces(daemon) > 50, "the pieces have come")
+        with daemon.client(pb.ROLE_ADMIN) as admin:
+            admin.call(pb.Envelope(evict=pb.Evict()), 10.0)
+        assert num_pieces(daemon) == 0
+        daemon.kill_under_holder()
+        with daemon.client(pb.ROLE_ENGINE) as client:
+            assert num_pieces(daemon) == 0
+            put = pb.PutPrompts(keys=bytes(32), ids=[b"1234"])
+            client.notify(pb.Envelope(put_prompts=put))
+            wait_until(lambda: num_pieces(daemon) == 1, "the piece has come")
+
+
 def test_a_front_without_a_daemon_tokenises_itself(tmp_path: Path) -> None:
     """No connection, no wait, and the same ids."""
     tokenizer = front(tmp_path, None)

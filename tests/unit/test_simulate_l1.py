@@ -53,9 +53,8 @@ def test_prefill_helps_the_first_request(trace: Path) -> None:
 
 def test_the_command_shows_tier_l1(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`simulate --tier l1` has a row for each policy; options of the other tier are refused."""
-    assert (
-        main(["simulate", str(trace), "--tier", "l1", "--pool-bytes", "16KiB", "-o", "json"]) == 0
-    )
+    verb = ["simulate", str(trace), "--tier", "l1"]
+    assert main([*verb, "--pool-bytes", "16KiB", "-o", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["policy"], r["capacity_tokens"]) for r in rows] == [
         (policy, 4096) for policy in ("none", "lru", "lru", "lru2", "lru2")
