@@ -35,6 +35,7 @@ from cachewarmd.keys import peer_salt
 from cachewarmd.kv import NewBlock, Source
 from cachewarmd.layout import MAX_LEASES_PER_CLIENT
 from cachewarmd.log import get_logger
+from cachewarmd.prompts import MAX_IDS_BYTES
 from cachewarmd.snapshot import Outcome
 from cachewarmd.state import Client, State
 from cachewarmd.status import status_now
@@ -45,6 +46,7 @@ _log = get_logger()
 MAX_KEYS = 65_536
 _TELL_EVERY_S, _VERIFY_PAUSE_S = 0.1, 0.001
 MAX_PUBLISH_BLOCKS = 8192  # 128K tokens of the smallest usual block; the loop copies them all
+MAX_PIECES = 1024  # of prompts in a message: 250K tokens
 MAX_TASKS = 64  # long calls of one client that run at a time
 MAX_TEXT = 1024  # characters of names and descriptions that clients give
 
@@ -280,6 +282,33 @@ def _warm_item_update(state: State, client: Client, envelope: pb.Envelope, _: li
     state.warmer.update(client.provider, envelope.warm_item_update)
 
 
+def _get_prompts(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    keys = protocol.split_keys(envelope.get_prompts.keys)
+    if len(keys) > MAX_PIECES:
+        raise LimitError(f"at most {MAX_PIECES} keys are allowed in a get_prompts")
+    now = time.monotonic()
+    room = protocol.MAX_FRAME_BYTES // 2
+    reply = pb.GetPromptsReply()
+    for key in keys:
+        ids = state.prompts.get(key, now) if room > 0 else b""
+        room -= len(ids)
+        reply.ids.append(ids)
+    client.reply(envelope.id, get_prompts_reply=reply)
+
+
+def _put_prompts(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    request = envelope.put_prompts
+    keys = protocol.split_keys(request.keys)
+    if not len(keys) == len(request.ids) <= MAX_PIECES:
+        text = f"{len(keys)} keys, {len(request.ids)} pieces: as many, at most {MAX_PIECES}"
+        raise InvalidRequestError(f"put_prompts: {text}")
+    if any(not 0 < len(ids) <= MAX_IDS_BYTES or len(ids) % 4 for ids in request.ids):
+        raise InvalidRequestError(f"put_prompts: a piece has 4 to {MAX_IDS_BYTES} bytes, by four")
+    now = time.monotonic()
+    for key, ids in zip(keys, request.ids, strict=True):
+        state.prompts.put(key, ids, now)
+
+
 # -- control plane --------------------------------------------------------------------------
 
 
@@ -363,6 +392,8 @@ def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) ->
     num_blocks, num_bytes, kept = state.kv.evict(
         lambda stamp: digests is None or stamp.weights_sha256 in digests
     )
+    if digests is None:
+        state.drop_prompts()
     reply = pb.EvictReply(num_blocks=num_blocks, num_bytes=num_bytes, num_kept=kept)
     client.reply(envelope.id, evict_reply=reply)
 
@@ -499,6 +530,8 @@ HANDLERS: dict[str, Handler] = {
     "reattach": _reattach,
     "provide": _provide,
     "warm_item_update": _warm_item_update,
+    "get_prompts": _get_prompts,
+    "put_prompts": _put_prompts,
     "warmup": _warmup,
     "watch_job": _watch_job,
     "jobs": _jobs,

@@ -90,6 +90,13 @@ OPTIONS = (
         "SIZE",
     ),
     Option(
+        "prompt-bytes",
+        options.size,
+        64 << 20,
+        "memory for token ids of prompts, so that no engine tokenises a text again (0 = none)",
+        "SIZE",
+    ),
+    Option(
         "max-client-slots",
         options.percent,
         75,
@@ -185,6 +192,7 @@ class Config:
     snapshot_at_boot: bool
     snapshot_max_bytes: int
     scrub_bytes_per_second: int
+    prompt_bytes: int
     max_client_slots: int  # percent
     l2_policy: str
     pin_bytes: int  # percent

@@ -13,6 +13,7 @@ from cachewarmd.log import get_logger
 from cachewarmd.notify import Notifier
 
 RECORDS, POOL, CATALOG = "cachewarm-records", "cachewarm-pool", "cachewarm-catalog"
+PROMPTS = "cachewarm-prompts"
 WEIGHTS = "cachewarm-weights-"  # and what names the segment
 JOBS = "cachewarm-job-"  # and its number
 LISTENER = "cachewarm-listener"  # the control socket, where no socket unit owns it
@@ -73,7 +74,7 @@ class FdStore:
 
     def forget_unknown(self) -> list[str]:
         """What another version stored is of no use to us: as `forget_rest`."""
-        known = {RECORDS, POOL, CATALOG, LISTENER}
+        known = {RECORDS, POOL, CATALOG, PROMPTS, LISTENER}
         return self._forget(
             [n for n in self._passed if n not in known and not n.startswith((WEIGHTS, JOBS))]
         )

@@ -42,12 +42,14 @@ QUARANTINE_S = 60.0
 IDLE_CHECK_S = 5.0
 _HELLO_TIMEOUT_S = 10.0
 _ACCEPT_PAUSE_S = 0.1
+_RESTORE_PAUSE_S = 0.001
 _EXTEND_S = 20.0  # asked of the service manager again and again while a snapshot is written
 
 _ENGINE_VERBS = {
     "attach_weights", "register", "peek", "lookup", "publish", "release", "reattach", "provide",
-    "warm_item_update",
+    "warm_item_update", "get_prompts", "put_prompts",
 }  # fmt: skip
+_UNANSWERED = {"warm_item_update", "put_prompts"}
 _ADMIN_VERBS = {
     "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
     "learned", "unpin", "purge",
@@ -88,6 +90,7 @@ class Server:
         self._spawn(self._state.end_pins())
         self._spawn(self._look_at_content())
         self._spawn(self._watch_files())
+        self._spawn(self._restore_prompts())
         recovery.serving(self._state.pool)
         ready()
         self._state.pool.in_background = lambda work: loop.run_in_executor(None, work)
@@ -178,6 +181,13 @@ class Server:
         self._is_looked_at.set()
         if self._state.config.scrub_bytes_per_second:
             await scrub.keep_scrubbing(self._state.kv, self._state.config.scrub_bytes_per_second)
+
+    async def _restore_prompts(self) -> None:
+        """Find what an earlier daemon kept, a segment at a time."""
+        is_left = True
+        while is_left:
+            await asyncio.sleep(_RESTORE_PAUSE_S)
+            is_left = self._state.prompts.restore_some()
 
     async def _watch_files(self) -> None:
         """Notice that loaded weights are no longer those of their files."""
@@ -284,7 +294,7 @@ class Server:
             raise ProtocolError(f"{verb} is not a request")
         if (client.role == pb.ROLE_UNSPECIFIED) != (verb == "hello"):
             raise ProtocolError("hello must be the first frame, and only that")
-        if not envelope.id and verb != "warm_item_update":
+        if not envelope.id and verb not in _UNANSWERED:
             raise ProtocolError(f"{verb} needs an id above 0")
         low, high = _FD_VERBS.get(verb, (0, 0))
         if not low <= num_fds <= high:

@@ -45,6 +45,7 @@ from cachewarmd.log import get_logger
 from cachewarmd.packers import Packers
 from cachewarmd.pins import Pins
 from cachewarmd.pool import Memfds, Pool
+from cachewarmd.prompts import Prompts
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
 from cachewarmd.traffic import Traffic
@@ -190,6 +191,7 @@ class State:
             self.remember,
             self.counters,
         )
+        self.prompts = self._open_prompts()
         self.remember()
         for name in self._kept.forget_rest():
             _log.warning("descriptor_of_nothing_closed", name=name)
@@ -207,6 +209,31 @@ class State:
         catalog = Catalog()
         self._kept.keep(fdstore.CATALOG, catalog.fd)
         return catalog
+
+    def _open_prompts(self) -> Prompts:
+        fd = self._kept.take(fdstore.PROMPTS)
+        if fd is not None:
+            try:
+                return Prompts(self.config.prompt_bytes, self._may_take, fd)
+            except ValueError as exc:
+                _log.warning("prompts_not_adopted", reason=str(exc))
+                os.close(fd)
+                self._kept.forget(fdstore.PROMPTS)
+        return self._new_prompts()
+
+    def _new_prompts(self) -> Prompts:
+        prompts = Prompts(self.config.prompt_bytes, self._may_take)
+        if prompts.fd >= 0:
+            self._kept.keep(fdstore.PROMPTS, prompts.fd)
+        return prompts
+
+    def _may_take(self, num_bytes: int) -> bool:
+        return self._budget.available_bytes() >= num_bytes
+
+    def drop_prompts(self) -> None:
+        """Forget all ids of prompts, and give their memory back."""
+        before, self.prompts = self.prompts, self._new_prompts()
+        before.close()
 
     def _adoptable(self, catalog: dict[str, Any]) -> Memfds | None:
         """The pool of the daemon before, if it can be used: all of it or nothing."""

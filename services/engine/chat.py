@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from engine.chat_messages import Setup
 from engine.chat_process import RenderProcess
 from engine.chat_specials import SpecialTokens, reveal
-from engine.errors import InvalidParameterError, NoChatTemplateError
+from engine.errors import EngineError, InvalidParameterError, NoChatTemplateError
+from engine.prompt_cache import MIN_CHARS
 from engine.tokenizer import Tokenizer
 from engine.tokenizer_config import TokenizerConfig, TokenizerError, read_tokenizer_config
 
@@ -165,6 +167,17 @@ class ChatEncoder:
         # A long text takes seconds; the library lets other threads run meanwhile.
         ids = await asyncio.to_thread(self._special.encode, text, placeholders)
         return self._with_bos(text, ids)
+
+    async def prefill(self) -> None:
+        """Tokenise what long templates write into every conversation, so that it is kept.
+
+        Text that a template has is in its source: a short one is not worth a process yet.
+        """
+        for name, source in self._templates.sources.items():
+            if len(source) > MIN_CHARS:
+                # A template that refuses this conversation may take others.
+                with contextlib.suppress(EngineError):
+                    await self.encode([("user", "?")], template=name)
 
     async def close(self) -> None:
         """End the process."""

@@ -53,6 +53,7 @@ class ServeConfig:
     max_num_seqs: int
     max_context: int | None
     max_queue: int
+    prompt_cache_bytes: int
     drain_timeout: float
     log_level: str
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

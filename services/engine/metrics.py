@@ -90,7 +90,8 @@ class EngineMetrics:
 
     The callables are read at each collection: a gauge can't be left behind by a request that ended
     in an unusual way. `kv_usage` is a ratio of 0 to 1; `num_failovers` counts since start. `now`
-    gives seconds and never steps back.
+    gives seconds and never steps back. `prompt_tokens` counts tokens of texts looked up
+    in tier L1, those found in the front, and those found in the daemon.
     """
 
     def __init__(
@@ -100,11 +101,13 @@ class EngineMetrics:
         num_waiting: Callable[[], int],
         kv_usage: Callable[[], float],
         num_failovers: Callable[[], int],
+        prompt_tokens: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.now = now
         self._gauges = (num_running, num_waiting, kv_usage)
         self._num_failovers = num_failovers
+        self._prompt_tokens = prompt_tokens
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self._num_rejected: Counter[str] = Counter()
         self.num_prompt_tokens = 0
@@ -235,6 +238,17 @@ class EngineMetrics:
             "Prompt tokens whose KV was there already.",
             "tier",
             {"l2": self.num_hit_tokens},
+        )
+        yield _total(
+            "engine_prompt_cache_queries_tokens",
+            "Tokens of texts looked up among the ids that are kept.",
+            self._prompt_tokens()[0],
+        )
+        yield _counter(
+            "engine_prompt_cache_hits_tokens",
+            "Tokens of texts that were not tokenised again.",
+            "source",
+            dict(zip(("front", "daemon"), self._prompt_tokens()[1:], strict=True)),
         )
 
     def _worker_families(self) -> Iterator[Metric]:

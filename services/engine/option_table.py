@@ -236,6 +236,14 @@ _GENERAL = (
         Option(
             "max-queue", options.integer(1, 100_000), 1024, "requests at most, waiting included"
         ),
+        Option(
+            "prompt-cache-bytes",
+            options.size,
+            64 << 20,
+            "token ids of prompts that the front keeps, so that a text is not tokenised twice "
+            "(0 = off)",
+            "SIZE",
+        ),
         Option("drain-timeout", options.seconds, 30.0, "how long SIGTERM lets streams finish"),
         Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
     ),

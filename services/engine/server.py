@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cachewarmd import options
+from cachewarmd.client import Client
 from cachewarmd.log import get_logger
 from cachewarmd.notify import Notifier, keep_telling
 from cachewarmd.v1 import control_pb2 as pb
@@ -36,6 +37,7 @@ from engine.metrics import EngineMetrics
 from engine.request import WorkerReady
 from engine.router import Router
 from engine.service import EngineService, FrontState
+from engine.shared_prompts import DaemonPrompts
 from engine.tokenizer import TokenizerError
 from engine.v1 import engine_pb2
 from engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
@@ -104,6 +106,12 @@ class Front:
         self._environ = environ
         self._notifier = Notifier.from_environ(environ)
         self._tokenizer = begun.tokenizer.result()
+        self._front_client: Callable[[], Client | None] = lambda: None
+        self._tokenizer.keep_prompts(config.prompt_cache_bytes)
+        if self._tokenizer.prompt_cache is not None:
+            self._tokenizer.prompt_cache.shared = DaemonPrompts(
+                lambda: self._front_client(), self._tokenizer.identity
+            )
         templates = ChatTemplates.load(config.model)
         self._chat = ChatEncoder(
             self._tokenizer,
@@ -222,6 +230,7 @@ class Front:
             num_waiting=lambda: self._router.num_waiting,
             kv_usage=lambda: workers.kv_usage,
             num_failovers=lambda: self._router.num_failovers,
+            prompt_tokens=self._count_prompt_tokens,
         )
         workers.on_stats = lambda pid, stats: metrics.worker_stats(
             pid,
@@ -231,6 +240,12 @@ class Front:
         )
         workers.on_gone = metrics.worker_gone
         return metrics
+
+    def _count_prompt_tokens(self) -> tuple[int, int, int]:
+        cache = self._tokenizer.prompt_cache
+        if cache is None:
+            return 0, 0, 0
+        return cache.num_tokens, cache.num_hit_tokens, cache.num_shared_tokens
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         service = EngineService(
@@ -346,6 +361,7 @@ class Front:
                 state.model.max_context,
             )
             self._provider = self._begin(provider.run(ready))
+            self._front_client = lambda: provider.client
 
     async def _encode(self, prompt: pb.WarmPrompt) -> list[int]:
         """Token ids of a warm-up item, as a request has them. Raises EngineError."""
@@ -404,6 +420,8 @@ class Front:
         }
         print(json.dumps(line), flush=True)
         self._notifier.ready()
+        if self._tokenizer.prompt_cache is not None:
+            self._begin(self._chat.prefill())
 
     @property
     def _http_address(self) -> str | None:

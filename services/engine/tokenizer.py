@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, decoders
 
+from engine.prompt_cache import PromptCache
 from engine.tokenizer_config import TokenizerConfig, TokenizerError, read_tokenizer_config
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerError", "encode_plainly"]
@@ -41,13 +43,16 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"there is no tokenizer file {path}")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            data = path.read_bytes()  # once: what it is known by must be what is used
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         # The library raises bare Exception for every kind of bad file.
         except Exception as error:
             raise TokenizerError(f"cannot read the tokenizer file {path}: {error}") from error
         # Files saved from a training run may carry either; a server must see whole prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._digest = hashlib.sha256(data).digest()
+        self.prompt_cache: PromptCache | None = None
         self._bytes_by_id: dict[int, bytes] = {}
         self._make_special(config.special_tokens.values())
         self.special_tokens = config.special_tokens
@@ -120,12 +125,32 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(f"text is not valid Unicode: {error.reason}") from error
-        ids = encode_plainly(self._tokenizer, text)
+        ids = self._encode(text)
         if not add_special_tokens:
             return ids
         has_bos = self.adds_bos and ids[:1] == [self.bos_id]
         prefix = [token for token in self._prefix if not has_bos or token != self.bos_id]
         return [*prefix, *ids, *self._suffix]
+
+    def _encode(self, text: str) -> list[int]:
+        if self.prompt_cache is not None:
+            return self.prompt_cache.encode(text)
+        return encode_plainly(self._tokenizer, text)
+
+    @cached_property
+    def identity(self) -> bytes:
+        """Equal for tokenizers that give a text the same ids, without what is put around it."""
+        named = "\0".join(sorted(self.special_tokens.values()))
+        return hashlib.sha256(self._digest + f"{tokenizers.__version__}\0{named}".encode()).digest()
+
+    def keep_prompts(self, capacity: int) -> None:
+        """Remember the ids of texts from here on, in at most so many bytes; the ids are the same.
+
+        Nothing is kept for a tokenizer whose texts can't be cut anywhere.
+        """
+        cache = PromptCache(self._tokenizer, partial(encode_plainly, self._tokenizer), capacity)
+        if capacity and cache.is_useful:
+            self.prompt_cache = cache
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids outside the vocabulary decode to nothing."""

@@ -63,6 +63,11 @@ class WarmupProvider:
         self._lost = asyncio.Event()
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by job and index
 
+    @property
+    def client(self) -> Client | None:
+        """The connection, while there is one."""
+        return self._client if self._client is not None and not self._client.is_lost else None
+
     async def run(self, info: WorkerReady) -> None:
         """What these workers serve is computed for whoever asks the daemon."""
         delay = _RETRY_FIRST_S

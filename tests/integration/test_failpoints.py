@@ -108,6 +108,15 @@ class Walk:
         self.daemon.kill_under_holder()
         self.daemon.status()
 
+    def put_prompts(self) -> None:
+        """More than a segment of them, each time."""
+        with connect_worker(self.daemon.socket) as worker:
+            for _ in range(2):
+                keys, ids = os.urandom(32 * 10), [os.urandom(60 << 10) for _ in range(10)]
+                put = pb.PutPrompts(keys=keys, ids=ids)
+                worker.client.notify(pb.Envelope(put_prompts=put))
+            worker.call(pb.Envelope(get_prompts=pb.GetPrompts(keys=keys)))
+
     def snapshot(self) -> None:
         """Written, and restored once what nobody holds is gone."""
         self.publish()
@@ -201,6 +210,7 @@ STEPS: dict[str, Step] = {
     "reserve": Walk.publish,
     "seal": Walk.publish,
     "snapshot": Walk.snapshot,
+    "prompts": Walk.put_prompts,
     "store": Walk.load_weights,
     "unpin": Walk.pin,
     "verify": Walk.restart,

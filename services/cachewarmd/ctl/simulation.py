@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cachewarmd import options, simulate
+from cachewarmd import options, simulate, simulate_l1
 from cachewarmd.ctl import views
 from cachewarmd.ctl.arguments import Add, argument
 from cachewarmd.ctl.outcome import EXIT_OK, Output, UsageError
@@ -17,6 +18,8 @@ from cachewarmd.policy import POLICIES
 _SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)  # of what the whole trace needs
 _BAR_CELLS = 40
 _KV_DTYPE_BYTES = 2
+_ID_BYTES = 4
+_US_PER_TOKEN = 1.5  # a byte-level BPE on one core
 
 
 def add_verbs(add: Add) -> None:
@@ -27,6 +30,19 @@ def add_verbs(add: Add) -> None:
         type=argument(options.path),
         metavar="TRACE",
         help="JSON lines with timestamp (ms), input_length and hash_ids (blocks of 512 tokens)",
+    )
+    verb.add_argument(
+        "--tier",
+        choices=("l2", "l1"),
+        default="l2",
+        help="KV blocks, or token ids of prompts (default: l2)",
+    )
+    verb.add_argument(
+        "--us-per-token",
+        type=float,
+        default=_US_PER_TOKEN,
+        metavar="US",
+        help="what tokenising takes, for --tier l1 (default: %(default)s)",
     )
     verb.add_argument(
         "--policy",
@@ -78,6 +94,8 @@ def add_verbs(add: Add) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Replay a trace of requests: hit rates by policy and pool size."""
+    if args.tier == "l1":
+        return _run_l1(args, output)
     share = args.learn_from
     if share is not None and not 0 < share < 1:
         raise UsageError(f"--learn-from {share:g} is not allowed: a share between 0 and 1")
@@ -117,6 +135,48 @@ def run(args: argparse.Namespace, output: Output) -> int:
         "rows": rows,
     }
     output.answer(answer, views.table("simulation", _columns(share), _cells(rows, share)))
+    return EXIT_OK
+
+
+def _run_l1(args: argparse.Namespace, output: Output) -> int:
+    """Ids of prompts: hit rates, and how long tokenising what is missed takes."""
+    given = [
+        name
+        for name, value in (
+            ("--policy", None if args.policy == "all" else args.policy),
+            ("--bytes-per-token", args.bytes_per_token),
+            ("--model", args.model),
+            ("--learn-from", args.learn_from),
+        )
+        if value is not None
+    ]
+    if given:
+        raise UsageError(f"{given[0]} is not allowed with --tier l1")
+    if not 0 < args.us_per_token < math.inf:
+        raise UsageError(f"--us-per-token {args.us_per_token:g} is not allowed: above 0")
+    trace = simulate.load(args.trace)
+    if not trace.requests:
+        raise UsageError(f"{args.trace} is not allowed: it has no request")
+    block_bytes = _ID_BYTES * simulate.BLOCK_TOKENS
+    sizes = args.pool_bytes or [
+        max(1, round(part * trace.num_blocks)) * block_bytes for part in _SHARES
+    ]
+    capacities = [size // _ID_BYTES for size in sizes]
+    rows = simulate_l1.rows(trace, capacities, args.us_per_token)
+    answer = {"trace": str(args.trace), "num_requests": len(trace.requests), "rows": rows}
+    columns = ("ids", "policy", "prefill", "tokens %", "mean ms", "first ms")
+    cells = [
+        (
+            views.human_bytes(_ID_BYTES * row["capacity_tokens"]),
+            row["policy"],
+            "yes" if row["prefill"] else "no",
+            f"{row['hit_tokens_percent']:.1f}",
+            f"{row['mean_ms']:.2f}",
+            f"{row['first_request_ms']:.2f}",
+        )
+        for row in rows
+    ]
+    output.answer(answer, views.table("simulation", columns, cells))
     return EXIT_OK
 
 
