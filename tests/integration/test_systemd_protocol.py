@@ -351,7 +351,8 @@ def test_stored_descriptors_are_the_next_daemons_pool(
             if is_killed:
                 daemon.kill()
         manager.drain()
-        assert set(manager.stored) == {"cachewarm-records", "cachewarm-pool", "cachewarm-catalog"}
+        kept = ("records", "pool", "catalog", "prompts")
+        assert set(manager.stored) == {f"cachewarm-{name}" for name in kept}
         names = ":".join(["control.sock", *manager.stored])
         stored = list(manager.stored.values())
         with activation.start(activation.daemon(names=names), stored) as daemon:

@@ -130,14 +130,18 @@ def cache_of(tokenizer: tokenizers.Tokenizer, chars: int, capacity: int = 1 << 2
     return PromptCache(tokenizer, lambda text: encode_plainly(tokenizer, text), capacity, chars)
 
 
-scraps = st.lists(st.one_of(st.sampled_from(SCRAPS), st.text(max_size=3)), max_size=40)
+# An added token, and what it may take along or look at.
+beside = st.sampled_from(("", " ", "\n", "fox ", "a\n", "好"))
+tokens = st.tuples(beside, st.sampled_from((*T_ADD_TOKENS, *SPECIAL)), beside, st.just("fox"))
+scrap = st.one_of(st.sampled_from(SCRAPS), tokens.map("".join), st.text(max_size=3))
+scraps = st.lists(scrap, max_size=40)
 texts = scraps.map("".join).map(lambda text: text.encode("utf-8", "ignore").decode())
 
 
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(head=texts, tails=st.lists(texts, min_size=1, max_size=3), chars=st.integers(1, 12))
+@given(head=texts, tails=st.lists(texts, min_size=1, max_size=3), chars=st.integers(1, 8))
 def test_ids_with_the_cache_are_those_without_it(
     made: Made, head: str, tails: list[str], chars: int
 ) -> None:
