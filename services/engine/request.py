@@ -42,6 +42,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     urgency: int = 2  # 1 interactive, 2 normal, BACKGROUND
     priority: int = 0  # within the urgency; lower runs earlier
     hand_off: bool = False
+    pin_ttl_ms: int | None = None  # pin the prompt when it is published; 0: for good
     scratch_length: int = 0  # not a request: see `scratch`
     scratch_iterations: int = 0
 
@@ -129,6 +130,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     preempted_s: float = 0.0
     num_preemptions: int = 0
     stop_token_id: int | None = None
+    pin_error: str = ""  # why the prompt could not be pinned
     scratch_us: tuple[int, int] | None = None  # first and last iteration
     error: tuple[str, str] | None = None
 

@@ -221,6 +221,16 @@ class SharedCache:
             prefix.change_word = word
         return is_intact
 
+    def pin(
+        self, prefix: CachedPrefix, ttl_ms: int, label: str
+    ) -> Future[tuple[pb.Envelope, list[int]]] | None:
+        """Keep what its lease names once the publishes so far are done; None = that is nothing."""
+        request = pb.Pin(lease=prefix.lease, ttl_ms=ttl_ms, label=label)
+        try:
+            return prefix.link.client.submit(pb.Envelope(pin=request))
+        except CachewarmError:
+            return None
+
     # -- publishing -----------------------------------------------------------------------------
 
     def publish(self, request: Request, prefix: CachedPrefix, *, with_tail: bool) -> None:

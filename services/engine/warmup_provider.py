@@ -174,6 +174,7 @@ class WarmupProvider:
             tenant=prompt.tenant,
             cache_salt=prompt.cache_salt if prompt.HasField("cache_salt") else None,
             urgency=prompt.urgency or BACKGROUND,
+            pin_ttl_ms=prompt.ttl_ms if prompt.pin else None,
         )
         await self._follow(submit, work)
 
@@ -220,6 +221,8 @@ class WarmupProvider:
             case Finished(reason="length", scratch_us=(first, last)):
                 update.done_tokens, update.state = update.num_tokens, pb.ITEM_STATE_DONE
                 update.first_us, update.last_us = first, last
+            case Finished(reason="length", pin_error=why) if why:
+                raise errors.InternalError(f"warm, but not pinned: {why}")
             case Finished(reason="length"):
                 update.num_cached = event.num_cached_tokens
                 update.done_tokens = update.num_tokens

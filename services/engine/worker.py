@@ -24,6 +24,7 @@ from engine.config import WorkerConfig
 from engine.errors import EngineError, RequestTooLargeError
 from engine.executor.base import Chunk, Executor
 from engine.hand_off import HandOffs
+from engine.pinning import Pinning
 from engine.request import (
     Abort,
     FromWorker,
@@ -77,6 +78,7 @@ class Worker:
         self._background = BackgroundShare(config.prefill_chunk)
         self._states: dict[Sequence, AttemptState] = {}
         self._hand_offs = HandOffs(send, cache)
+        self._pinning = Pinning(send)
         self._scratch = ScratchRuns(executor, pool, config.block_size, send)
         self._is_blocked = False  # sequences are there, but none could run
         self._seconds_per_token = 0.0  # of prefill, measured; the lookup budget follows it
@@ -119,6 +121,8 @@ class Worker:
         if self._is_blocked:
             return _BLOCKED_POLL_S
         is_owed = self._cache is not None and self._cache.num_pending > 0
+        if self._pinning.num_open:
+            return _BLOCKED_POLL_S
         return _OWED_POLL_S if is_owed or self._hand_offs.num_open else None
 
     def _handle(self, message: ToWorker | BrokenChannelError | None) -> None:
@@ -150,6 +154,7 @@ class Worker:
         if self._cache is not None:
             self._cache.poll()
         self._hand_offs.poll()
+        self._pinning.poll()
 
     def _stats(self) -> Stats:
         running = self._scheduler.running
@@ -392,9 +397,16 @@ class Worker:
         self._scheduler.finish(sequence)
         if self._cache is not None and state.lookup is not None:
             self._cache.forget(state.lookup)
+        submit, pin = sequence.submit, None
         if self._cache is not None and state.prefix is not None:
             if was_running and error is None:
                 self._cache.publish(sequence, state.prefix, with_tail=True)
+                if submit.pin_ttl_ms is not None:
+                    pin = self._cache.pin(state.prefix, submit.pin_ttl_ms, submit.request_id)
             self._cache.release(state.prefix)
         sequence.table.clear()
-        self._send(finished(sequence, state, reason, error))
+        last = finished(sequence, state, reason, error)
+        if submit.pin_ttl_ms is not None and reason != "cancelled" and error is None:
+            self._pinning.begin(pin, last)
+        else:
+            self._send(last)

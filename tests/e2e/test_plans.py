@@ -70,6 +70,43 @@ def test_items_of_every_kind_are_computed_and_hit(
     assert found["job"]["prompts"]["already_warm"] == 3
 
 
+def test_what_is_to_be_pinned_stays_when_everything_is_evicted(
+    site: tuple[Daemon, Engine, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """To the last token, until it is unpinned; also when it was warm before."""
+    daemon, engine, _ = site
+    ids = make_prompt(100, 31)
+    plan = write(tmp_path / "plan.jsonl", {"token_ids": ids, "pin": True, "ttl": "1h"})
+    for _ in range(2):
+        assert warmup(site, capsys, "--plan", str(plan))[0] == 0
+    control = ["--socket", str(daemon.socket), "-o", "json"]
+    assert main([*control, "evict"]) == 0
+    capsys.readouterr()
+    assert engine.generate([*ids, 3], max_tokens=1).done.cached_tokens == len(ids)
+    engine.wait_idle()
+    assert main([*control, "unpin", "--all"]) == 0
+    assert main([*control, "evict"]) == 0
+    capsys.readouterr()
+    assert engine.generate([*ids, 3], max_tokens=1).done.cached_tokens == 0
+
+
+def test_a_pin_that_is_over_the_budget_fails_its_item(
+    short_dir: Path, m_rand_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Named with its reason; what it computed is there all the same."""
+    with (
+        Daemon(short_dir / "s", "64MiB", ["--pin-bytes", "1%"]) as daemon,
+        Engine(m_rand_dir, daemon.socket) as engine,
+    ):
+        large = make_prompt(engine.client().model_info().max_context - 10, 41)
+        plan = write(tmp_path / "plan.jsonl", {"token_ids": large, "pin": True, "name": "large"})
+        site = daemon, engine, m_rand_dir
+        status, found = warmup(site, capsys, "--plan", str(plan))
+        (failure,) = found["job"]["prompts"]["failures"]
+        assert (status, failure["name"]) == (1, "large")
+        assert "not pinned" in failure["error"]
+
+
 def test_shapes_are_timed_and_leave_nothing_behind(
     site: tuple[Daemon, Engine, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
