@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from cachewarmd import options
-from cachewarmd.ctl import doctor, size, snapshots, stats, verbs
+from cachewarmd.ctl import doctor, exporter, size, snapshots, stats, verbs
 from cachewarmd.ctl.arguments import argument as _argument
 from cachewarmd.ctl.outcome import (
     EXIT_FAILED,
@@ -26,7 +26,7 @@ from cachewarmd.ctl.outcome import (
 from cachewarmd.errors import CachewarmError
 
 # Modules that bring verbs: each has `add_verbs(add)`.
-_GROUPS = (stats, doctor, size)
+_GROUPS = (stats, exporter, doctor, size)
 
 
 class _Parser(argparse.ArgumentParser):
