@@ -1,6 +1,6 @@
 """`cachewarmd-ctl`: what operators and scripts ask of the daemon.
 
-Exit status: 0 ok, 1 failed, 2 usage, 3 not warm, 4 unknown model or job, 5 daemon unreachable,
+Exit status: 0 ok, 1 failed, 2 usage, 3 not warm or degraded, 4 unknown model or job, 5 daemon unreachable,
 6 timed out, 7 not permitted, 130 interrupted.
 """
 

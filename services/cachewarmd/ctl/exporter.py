@@ -24,7 +24,7 @@ _CALL_TIMEOUT_S = 5.0
 
 def add_verbs(add: Add) -> None:
     verb = add("serve", serve)
-    verb.add_argument("--host", default="127.0.0.1", help="an IP address (default: 127.0.0.1)")
+    verb.add_argument("--host", default="127.0.0.1", help="an IPv4 address (default: 127.0.0.1)")
     verb.add_argument(
         "--port", type=argument(options.integer(0, 65535)), default=0, help="default: any free one"
     )
@@ -35,9 +35,9 @@ def add_verbs(add: Add) -> None:
 
 def _check_host(host: str, is_insecure: bool) -> None:
     try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
+        is_loopback = ipaddress.IPv4Address(host).is_loopback
     except ValueError:
-        raise UsageError(f"--host {options.shown(host)} is not allowed: an IP address") from None
+        raise UsageError(f"--host {options.shown(host)} is not allowed: an IPv4 address") from None
     if not is_loopback and not is_insecure:
         raise UsageError(f"--host {host} is not allowed without --insecure: others can reach it")
 
@@ -97,13 +97,11 @@ def serve(args: argparse.Namespace, output: Output) -> int:
     import uvicorn
 
     _check_host(args.host, args.insecure)
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     # Listens before its address is told; an address in use is an error of ours, not a log line.
-    listening = socket.create_server((args.host, args.port), family=family)
+    listening = socket.create_server((args.host, args.port))
     config = uvicorn.Config(make_app(args), log_config=None, access_log=False)
     port = listening.getsockname()[1]
-    shown_host = f"[{args.host}]" if ":" in args.host else args.host
-    url = f"http://{shown_host}:{port}"
+    url = f"http://{args.host}:{port}"
     output.answer({"url": url}, lambda console: console.print(f"serving {url}/metrics"))
     sys.stdout.flush()
     try:
