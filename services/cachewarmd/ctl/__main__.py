@@ -1,7 +1,7 @@
 """`cachewarmd-ctl`: what operators and scripts ask of the daemon.
 
-Exit status: 0 ok, 1 failed, 2 usage, 3 not warm or degraded, 4 unknown model or job, 5 daemon unreachable,
-6 timed out, 7 not permitted, 130 interrupted.
+Exit status: 0 ok, 1 failed, 2 usage, 3 not warm or degraded, 4 unknown model or job,
+5 daemon unreachable, 6 timed out, 7 not permitted, 130 interrupted.
 """
 
 from __future__ import annotations
