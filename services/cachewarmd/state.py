@@ -314,6 +314,11 @@ class State:
             _log.warning("pool_not_locked", reason=why)
 
     @property
+    def num_fds_kept(self) -> int:
+        """Descriptors that the next daemon will get; 0 where nobody keeps any."""
+        return len(self._kept.names)
+
+    @property
     def num_fds_not_kept(self) -> int:
         """Descriptors that the next daemon will miss."""
         return self._kept.num_refused

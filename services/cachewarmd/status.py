@@ -85,6 +85,7 @@ def status_now(state: State) -> pb.StatusReply:
             **state.counters,
             **state.kv.counters,
             "leases": state.kv.num_leases,
+            "fds_stored": state.num_fds_kept,
             "fds_not_stored": state.num_fds_not_kept,
             "quarantined": state.quarantine.num_leases,
             "numa_misplaced_pages": state.num_misplaced_pages(),

@@ -1,7 +1,7 @@
 """`cachewarmd-ctl`: what operators and scripts ask of the daemon.
 
-Exit status: 0 ok, 1 failed, 2 usage, 3 not warm, 4 unknown model or job, 5 daemon unreachable,
-6 timed out, 7 not permitted, 130 interrupted.
+Exit status: 0 ok, 1 failed, 2 usage, 3 not warm or degraded, 4 unknown model or job,
+5 daemon unreachable, 6 timed out, 7 not permitted, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cachewarmd import options
-from cachewarmd.ctl import snapshots, verbs
+from cachewarmd.ctl import doctor, exporter, size, snapshots, stats, verbs
+from cachewarmd.ctl.arguments import argument as _argument
 from cachewarmd.ctl.outcome import (
     EXIT_FAILED,
     PROGRAM,
@@ -24,24 +25,15 @@ from cachewarmd.ctl.outcome import (
 )
 from cachewarmd.errors import CachewarmError
 
+# Modules that bring verbs: each has `add_verbs(add)`.
+_GROUPS = (stats, exporter, doctor, size)
+
 
 class _Parser(argparse.ArgumentParser):
     """Raises instead of printing and exiting, so that every error goes the same way."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An options parser as argparse wants it: with its own message in the error."""
-
-    def convert(value: str) -> Any:
-        try:
-            return parse(value)
-        except options.OptionError as exc:
-            raise argparse.ArgumentTypeError(str(exc)) from None
-
-    return convert
 
 
 def _add_common(parser: argparse.ArgumentParser, default: object) -> None:
@@ -95,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("verify", verbs.verify)
     _add_snapshot(add)
+    for group in _GROUPS:
+        group.add_verbs(add)
     add("shutdown", verbs.shutdown).add_argument(
         "--only-if-unused", action="store_true", help="fail while an engine is connected"
     )
