@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachewarmd import protocol
-from cachewarmd.errors import CachewarmError, TimedOutError, UnreachableError
+from cachewarmd.errors import CachewarmError, UnreachableError
 from cachewarmd.v1 import control_pb2 as pb
 from engine.block_table import Bytes
 from engine.daemon_link import Link
@@ -88,20 +88,9 @@ class ScriptedDaemon:
             self.answer()
         return future
 
-    def call(
-        self,
-        envelope: pb.Envelope,
-        timeout: float,
-        fds: Sequence[int] = (),
-        on_late: Callable[[Reply], None] = lambda _: None,
-    ) -> tuple[pb.Envelope, list[int]]:
-        """As `Client.call`; what is not answered at once is late."""
-        future = self.submit(envelope)
-        try:
-            return future.result(0)
-        except TimeoutError:
-            future.add_done_callback(on_late)
-            raise TimedOutError("no reply") from None
+    def ask(self, envelope: pb.Envelope, wait_s: float) -> Reply:
+        """As `Client.ask`; what is not answered at once is not there in time."""
+        return self.submit(envelope)
 
     def close(self) -> None:
         """As `Client.close`: leases end, and nothing that is under way is done."""

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 
-from cachewarmd import __version__, layout, protocol, scrub, segment
+from cachewarmd import __version__, layout, learned, protocol, scrub, segment, verification
 from cachewarmd.block import Block, StampInfo
 from cachewarmd.errors import (
     InvalidRequestError,
@@ -21,6 +21,7 @@ from cachewarmd.errors import (
     VersionMismatchError,
 )
 from cachewarmd.failpoints import hit
+from cachewarmd.job import Provider
 from cachewarmd.keys import peer_salt
 from cachewarmd.kv import NewBlock, Source
 from cachewarmd.layout import MAX_LEASES_PER_CLIENT
@@ -29,7 +30,6 @@ from cachewarmd.snapshot import Outcome
 from cachewarmd.state import Client, State
 from cachewarmd.status import status_now
 from cachewarmd.v1 import control_pb2 as pb
-from cachewarmd.warmup import Provider
 
 _log = get_logger()
 
@@ -153,7 +153,8 @@ def _register(state: State, client: Client, envelope: pb.Envelope, _: list[int])
         state.remember()  # before a record can name it
     hit("register.after")
     client.stamps[info.stamp_id] = info
-    client.reply(envelope.id, register_reply=pb.RegisterReply(stamp_id=info.stamp_id))
+    reply = pb.RegisterReply(stamp_id=info.stamp_id, wants_token_ids=state.config.learn == "ids")
+    client.reply(envelope.id, register_reply=reply)
 
 
 def _peek(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
@@ -174,13 +175,31 @@ def _lookup(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -
     stamp = _stamp_of(client, request.stamp_id)
     if len(request.keys) + len(request.tail_keys) > MAX_KEYS * protocol.KEY_BYTES:
         raise LimitError(f"at most {MAX_KEYS} keys are allowed in a lookup")
+    learned.check(stamp, request)
+    unverified = state.kv.unverified(stamp, protocol.split_keys(request.keys))
+    if unverified and len(client.tasks) < MAX_TASKS:
+
+        async def verify_first() -> None:
+            await verification.verify(state.kv, unverified)
+            _answer_lookup(state, client, envelope.id, stamp, request)
+
+        client.run(envelope.id, "lookup", verify_first())
+    else:
+        _answer_lookup(state, client, envelope.id, stamp, request)
+
+
+def _answer_lookup(
+    state: State, client: Client, request_id: int, stamp: StampInfo, request: pb.Lookup
+) -> None:
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
         raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
     keys, tail_keys = map(protocol.split_keys, (request.keys, request.tail_keys))
     lease, blocks = state.kv.lookup(stamp, keys, tail_keys, client.rows, client.holding)
     client.leases.add(lease)
     reply = pb.LookupReply(lease=lease, blocks=b"".join([b.packed for b in blocks]))
-    client.reply(envelope.id, lookup_reply=reply)
+    client.reply(request_id, lookup_reply=reply)
+    if state.traffic is not None:
+        learned.count(state.traffic, stamp, request, keeps_ids=state.config.learn == "ids")
 
 
 def _publish(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
@@ -241,11 +260,8 @@ def _provide(state: State, client: Client, envelope: pb.Envelope, _: list[int]) 
     if client.provider is not None:
         raise InvalidRequestError("this client provides already")
 
-    def send(item: pb.WarmItem) -> None:
-        client.connection.send(pb.Envelope(warm_item=item))
-
     client.reply(envelope.id, ok=pb.Ok())
-    client.provider = Provider(envelope.provide.weights_sha256, send)
+    client.provider = Provider(envelope.provide.weights_sha256, client.connection.send)
     state.warmer.add_provider(client.provider)
 
 
@@ -260,14 +276,23 @@ def _warm_item_update(state: State, client: Client, envelope: pb.Envelope, _: li
 
 def _warmup(state: State, client: Client, envelope: pb.Envelope, fds: list[int]) -> bool:
     _check_names(envelope.warmup)
-    job = state.warmer.start(
+    _check_tasks(client)
+    known = state.warmer.find_key(envelope.warmup.key)
+    job = known or state.warmer.start(
         fds[0],
         envelope.warmup,
         follow_links=_may_follow_links(client),
         close_fd=lambda: protocol.close_all(fds),
+        plan_fd=fds[1] if len(fds) > 1 else -1,
     )
-    client.reply(envelope.id, warmup_reply=pb.WarmupReply(job_id=job.job_id))
-    return True
+
+    async def tell() -> None:
+        await job.is_kept.wait()  # a job that was told is there after a restart
+        reply = pb.WarmupReply(job_id=job.job_id, is_known=known is not None)
+        client.reply(envelope.id, warmup_reply=reply)
+
+    client.run(envelope.id, "warmup", tell())
+    return known is None
 
 
 def _watch_job(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
@@ -305,15 +330,39 @@ def _is_warm(state: State, client: Client, envelope: pb.Envelope, fds: list[int]
     client.reply(envelope.id, is_warm_reply=reply)
 
 
+def _weights_of(state: State, name: str) -> set[bytes] | None:
+    """All weights that a model's name stood for; None = no name, so any. Raises NotFoundError."""
+    if not name:
+        return None
+    models = state.weights.find(name, None)
+    digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
+    digests |= state.weights.versions.of(name)
+    if not digests:
+        raise NotFoundError(f"model {name!r} is not known")
+    return digests
+
+
+def _learned(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    _check_tasks(client)
+    digests = _weights_of(state, envelope.learned.model)
+    stamps = {
+        info.stamp: info
+        for info in state.kv.stamps
+        if digests is None or info.weights_sha256 in digests
+    }
+    prefixes = learned.chosen(state.traffic, envelope.learned, stamps)
+
+    async def tell() -> None:
+        for reply, more in learned.replies(prefixes, stamps):
+            reply.learn = state.config.learn
+            client.connection.send(pb.Envelope(id=envelope.id, more=more, learned_reply=reply))
+            await asyncio.sleep(0)  # lookups are not to wait for all of it
+
+    client.run(envelope.id, "learned", tell())
+
+
 def _evict(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
-    name = envelope.evict.model
-    digests = None
-    if name:
-        models = state.weights.find(name, None)
-        digests = {m.segment.weights_sha256 for m in models if m.segment is not None}
-        digests |= state.weights.versions.of(name)
-        if not digests:
-            raise NotFoundError(f"model {name!r} is not known")
+    digests = _weights_of(state, envelope.evict.model)
     num_blocks, num_bytes, kept = state.kv.evict(
         lambda stamp: digests is None or stamp.weights_sha256 in digests
     )
@@ -459,6 +508,7 @@ HANDLERS: dict[str, Handler] = {
     "cancel_job": _cancel_job,
     "is_warm": _is_warm,
     "evict": _evict,
+    "learned": _learned,
     "snapshot_save": _snapshot_save,
     "snapshot_load": _snapshot_load,
     "verify": _verify,

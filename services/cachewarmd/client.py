@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,34 +218,43 @@ class Client(AbstractContextManager["Client"]):
         while sent < len(view):
             sent += self._sock.send(view[sent:])
 
+    def ask(
+        self, envelope: pb.Envelope, wait_s: float, fds: Sequence[int] = ()
+    ) -> Future[tuple[pb.Envelope, list[int]]]:
+        """`submit`, and read here until the reply is there or `wait_s` are over.
+
+        No thread has to be woken for a reply that comes meanwhile.
+        """
+        end = time.monotonic() + wait_s
+        if not self._read_lock.acquire(blocking=False):
+            future = self.submit(envelope, fds)
+            wait([future], wait_s)
+            return future
+        try:
+            self._caller = threading.get_ident()
+            self._watch(0)
+            future = self.submit(envelope, fds)
+            self._read_until(future, end)
+        finally:
+            self._watch(select.EPOLLIN)
+            self._caller = 0
+            self._read_lock.release()
+        return future
+
     def call(
-        self,
-        envelope: pb.Envelope,
-        timeout: float,
-        fds: Sequence[int] = (),
-        on_late: Callable[[Future[tuple[pb.Envelope, list[int]]]], None] | None = None,
+        self, envelope: pb.Envelope, timeout: float, fds: Sequence[int] = ()
     ) -> tuple[pb.Envelope, list[int]]:
         """`submit` and wait. Raises TimedOutError after `timeout` seconds, and the daemon's error.
 
-        A reply that comes too late has its descriptors closed, or goes to `on_late`.
+        A reply that comes too late has its descriptors closed.
         """
         end = time.monotonic() + timeout
-        if self._read_lock.acquire(blocking=False):
-            try:
-                self._caller = threading.get_ident()
-                self._watch(0)
-                future = self.submit(envelope, fds)
-                self._read_until(future, end)
-            finally:
-                self._watch(select.EPOLLIN)
-                self._caller = 0
-                self._read_lock.release()
-        else:
-            future = self.submit(envelope, fds)
+        future = self.ask(envelope, timeout, fds)
         try:
+            # Another thread may be about to set what it has read.
             return future.result(max(0.0, end - time.monotonic()))
         except TimeoutError:
-            future.add_done_callback(on_late or _close_fds_of)
+            future.add_done_callback(_close_fds_of)
             raise TimedOutError(f"no reply from cachewarmd within {timeout:g} s") from None
 
     def stream(

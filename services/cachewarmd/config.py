@@ -143,6 +143,14 @@ OPTIONS = (
         "(unless lock is off), does not lie on its NUMA nodes, or can't be kept for the next "
         "daemon by who starts us",
     ),
+    Option(
+        "learn",
+        options.choice("off", "digests", "ids"),
+        "digests",
+        "what lookups are counted by, for `cachewarmd-ctl plan`: digests of prefixes, or also "
+        "their token ids, which are data made from prompts and all that a plan can be made of",
+        "WHAT",
+    ),
     Option("log-level", options.choice(*log.LEVELS), "info", "least level logged", "LEVEL"),
 )
 
@@ -168,6 +176,7 @@ class Config:
     numa: str
     numa_nodes: tuple[int, ...]
     strict: bool
+    learn: str
     log_level: str
 
 

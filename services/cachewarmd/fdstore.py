@@ -14,6 +14,7 @@ from cachewarmd.notify import Notifier
 
 RECORDS, POOL, CATALOG = "cachewarm-records", "cachewarm-pool", "cachewarm-catalog"
 WEIGHTS = "cachewarm-weights-"  # and what names the segment
+JOBS = "cachewarm-job-"  # and its number
 LISTENER = "cachewarm-listener"  # the control socket, where no socket unit owns it
 DEFAULT_ROOM = 64  # FileDescriptorStoreMax= of our unit
 
@@ -31,6 +32,11 @@ class FdStore:
         self._stored = set(passed)
         self._room = room
         self.num_refused = 0  # not stored, so that the next daemon will miss them
+
+    @property
+    def is_enabled(self) -> bool:
+        """Does anybody keep anything for us?"""
+        return self._notifier.is_enabled
 
     @property
     def names(self) -> frozenset[str]:
@@ -69,7 +75,7 @@ class FdStore:
         """What another version stored is of no use to us: as `forget_rest`."""
         known = {RECORDS, POOL, CATALOG, LISTENER}
         return self._forget(
-            [n for n in self._passed if n not in known and not n.startswith(WEIGHTS)]
+            [n for n in self._passed if n not in known and not n.startswith((WEIGHTS, JOBS))]
         )
 
     def forget_rest(self) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -30,6 +30,8 @@ from cachewarmd.protocol import BLOCK, KEY_BYTES
 NO_PARENT, NO_SPACE, MISMATCH = "NO_PARENT", "NO_SPACE", "MISMATCH"
 SHORT_READ, PEER_GONE, CHECKSUM = "SHORT_READ", "PEER_GONE", "CHECKSUM"
 CLIENT_LIMIT, RETIRED = "CLIENT_LIMIT", "RETIRED"
+# Where content was seen that is not what was sealed.
+RECOVERY, SCRUB, VERIFY, SNAPSHOT = FAILURE_KINDS = ("recovery", "scrub", "verify", "snapshot")
 MAX_STAMPS = 4096
 # What one lookup hashes at most of content that a daemon before this one sealed; 1-2 ms.
 VERIFY_BYTES = 8 << 20
@@ -54,6 +56,11 @@ class Source:
     is_open: Callable[[], bool]
 
 
+def _counter_of(kind: str) -> str:
+    """Name of the counter of failures of that kind; "" = of all."""
+    return f"integrity_failures_{kind}" if kind else "integrity_failures"
+
+
 class BlockStore:
     """Index, leases and eviction over a Pool.
 
@@ -68,13 +75,17 @@ class BlockStore:
         self._retired: set[bytes] = set()  # weights
         self._index: dict[bytes, Block] = {}
         self._leases: dict[int, Lease] = {}
-        self._unverified: deque[Block] = deque()  # content that another daemon sealed
+        # Content that another daemon sealed and nobody has looked at since; in order, None each.
+        self._unverified: dict[Block, None] = {}
         self._order = EvictionOrder()
         self._choice = ExtentChoice(pool, self._order, sizes_in_use or (lambda: self._order.sizes))
         self._tick = 0
         self._coldest = 0  # tick of what a snapshot brought last
         self._lease_ids = itertools.count(1)
-        self.counters: Counter[str] = Counter()
+        # These also where they are 0: whoever watches them must see them before they count.
+        self.counters: Counter[str] = Counter(
+            dict.fromkeys(map(_counter_of, ("", *FAILURE_KINDS)), 0)
+        )
 
     # -- stamps ---------------------------------------------------------------------------------
 
@@ -479,6 +490,7 @@ class BlockStore:
         # Of the pool's own copy: whatever happened on the way here is seen.
         if not self._pool.holds(slot, num_bytes, xxh3):
             self._pool.give_back(slot)
+            self._count_failure(SNAPSHOT)
             return CHECKSUM
         # Unlike every other: the order tells stale entries apart by ticks.
         self._coldest -= 1
@@ -564,6 +576,7 @@ class BlockStore:
     def _drop(self, block: Block, cause: str) -> None:
         hit("evict.before")
         del self._index[block.key]
+        self._unverified.pop(block, None)
         block.is_sealed = False
         extent = self._pool.extent_of(block.slot)
         extent.stamp_ids[block.stamp.stamp_id] -= 1
@@ -589,32 +602,50 @@ class BlockStore:
             self._enter(block)
         for block in blocks:
             self._order.offer(block)
-        self._unverified = deque(block for block in blocks if not block.is_verified)
+        self._unverified = {block: None for block in blocks if not block.is_verified}
 
-    def verify_some(self, num_bytes: int) -> bool:
-        """Hash so much of what another daemon sealed; False when nothing is left to do."""
-        while self._unverified and num_bytes > 0:
-            block = self._unverified.popleft()
-            if block.is_sealed and not block.is_verified:
-                num_bytes -= block.stamp.block_bytes
-                self._verify(block)
-        return bool(self._unverified)
+    def next_unverified(self, num_bytes: int) -> list[Block]:
+        """So much of what another daemon sealed and nobody has looked at, at least a block."""
+        chosen: list[Block] = []
+        for block in self._unverified:
+            if chosen and num_bytes <= 0:
+                break
+            chosen.append(block)
+            num_bytes -= block.stamp.block_bytes
+        return chosen
 
-    def scrub(self, block: Block) -> bool:
+    def unverified(self, stamp: StampInfo, keys: Iterable[bytes]) -> list[Block]:
+        """The same of the sealed prefix of a chain, if it is more than a lookup hashes itself."""
+        if not self._unverified:
+            return []
+        found = itertools.takewhile(bool, (self._find(stamp, key) for key in keys))
+        chosen = [block for block in found if block is not None and not block.is_verified]
+        return chosen if len(chosen) * stamp.block_bytes > VERIFY_BYTES else []
+
+    def is_intact(self, block: Block) -> bool:
+        """Hash a block, in any thread: what comes out counts if it is still sealed afterwards."""
+        return self._pool.is_content_intact(block.slot)
+
+    def settle(self, block: Block, *, is_intact: bool, kind: str = RECOVERY) -> None:
+        """What `is_intact` said of a block that is sealed; if not, it is gone afterwards."""
+        hit("verify.before")
+        self._unverified.pop(block, None)
+        block.is_verified = is_intact
+        if not is_intact:
+            self.poison(block, kind)
+
+    def scrub(self, block: Block, kind: str) -> bool:
         """Hash a sealed block now, whoever looked before; if it is not what was sealed, it goes."""
         block.is_verified = False
-        return self._verify(block)
+        return self._verify(block, kind)
 
-    def _verify(self, block: Block) -> bool:
+    def _verify(self, block: Block, kind: str = RECOVERY) -> bool:
         """Is the content what was sealed? Asked once; if not, the block is gone afterwards."""
         if not block.is_verified:
-            hit("verify.before")
-            block.is_verified = self._pool.is_content_intact(block.slot)
-            if not block.is_verified:
-                self.poison(block)
+            self.settle(block, is_intact=self.is_intact(block), kind=kind)
         return block.is_verified
 
-    def poison(self, block: Block) -> None:
+    def poison(self, block: Block, kind: str) -> None:
         """Nobody gets it any more, nor what was computed from it, and who reads it notices."""
         doomed = set(block.subtree())
         for lease, entry in self._leases.items():
@@ -622,7 +653,11 @@ class BlockStore:
                 self._move_lease(lease, None)
         # Of retired weights they may have gone with the lease.
         self._drop_all({gone for gone in doomed if gone.is_sealed}, "poisoned")
-        self.counters["integrity_failures"] += 1
+        self._count_failure(kind)
+
+    def _count_failure(self, kind: str) -> None:
+        self.counters[_counter_of("")] += 1
+        self.counters[_counter_of(kind)] += 1
 
     # -- views ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachewarmd.kv import BlockStore
+from cachewarmd.kv import SCRUB, VERIFY, BlockStore
 from cachewarmd.log import get_logger
 
 _log = get_logger()
@@ -29,7 +29,9 @@ class Pass:
     num_failures: int = 0
 
 
-async def verify(store: BlockStore, pause: Callable[[int], float], done: Pass) -> None:
+async def verify(
+    store: BlockStore, pause: Callable[[int], float], done: Pass, kind: str = VERIFY
+) -> None:
     """Hash all that is sealed now, filling in `done`.
 
     `pause` gives the seconds to wait after so many bytes. A block that is not what was sealed goes,
@@ -42,9 +44,9 @@ async def verify(store: BlockStore, pause: Callable[[int], float], done: Pass) -
         done.num_blocks += 1
         done.num_bytes += block.stamp.block_bytes
         slice_bytes += block.stamp.block_bytes
-        if not store.scrub(block):
+        if not store.scrub(block, kind):
             done.num_failures += 1
-            _log.error("integrity_failure", key=block.key.hex()[:16], slot=block.slot)
+            _log.error("integrity_failure", kind=kind, key=block.key.hex()[:16], slot=block.slot)
         if slice_bytes >= SLICE_BYTES:
             await asyncio.sleep(pause(slice_bytes))
             slice_bytes = 0
@@ -54,7 +56,7 @@ async def keep_scrubbing(store: BlockStore, bytes_per_s: int) -> None:
     """Pass after pass until cancelled."""
     while True:
         done = Pass()
-        await verify(store, lambda num_bytes: num_bytes / bytes_per_s, done)
+        await verify(store, lambda num_bytes: num_bytes / bytes_per_s, done, SCRUB)
         store.counters["scrubbed_blocks"] += done.num_blocks
         store.counters["scrub_passes"] += 1
         # What was left of the last slice; and an empty pool is no reason to spin.

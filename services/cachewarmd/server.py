@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cachewarmd import layout, notify, protocol, recovery, scrub
+from cachewarmd import layout, notify, protocol, recovery, scrub, verification
 from cachewarmd.calls import HANDLERS, Handler
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
@@ -42,7 +42,6 @@ QUARANTINE_S = 60.0
 IDLE_CHECK_S = 5.0
 _HELLO_TIMEOUT_S = 10.0
 _ACCEPT_PAUSE_S = 0.1
-_VERIFY_PAUSE_S = 0.001
 _EXTEND_S = 20.0  # asked of the service manager again and again while a snapshot is written
 
 _ENGINE_VERBS = {
@@ -50,10 +49,12 @@ _ENGINE_VERBS = {
     "warm_item_update",
 }  # fmt: skip
 _ADMIN_VERBS = {
-    "warmup", "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
+    "cancel_job", "evict", "kick", "shutdown", "snapshot_save", "snapshot_load", "verify",
+    "learned",
 }  # fmt: skip
+_EITHER_VERBS = {"warmup"}  # an engine warms what it is about to serve
 _FD_VERBS = {
-    "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 1), "is_warm": (0, 1),
+    "hello": (0, 1), "attach_weights": (1, 1), "warmup": (1, 2), "is_warm": (0, 1),
     "snapshot_save": (1, 1), "snapshot_load": (1, 1),
 }  # fmt: skip
 
@@ -67,6 +68,7 @@ class Server:
         self._engine_gid: int | None = None
         self._next_client = 1
         self._background: set[asyncio.Task[Any]] = set()
+        self._is_looked_at = asyncio.Event()  # what an earlier daemon sealed
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -127,7 +129,12 @@ class Server:
         return task
 
     async def _fill_pool(self) -> None:
-        """Memory first, then what a snapshot has for it."""
+        """Memory first, then what a snapshot has for it.
+
+        But before both what lookups wait for: memory that is allocated or locked keeps page faults
+        of this process waiting.
+        """
+        await self._is_looked_at.wait()
         await self._commit_pool()
         config = self._state.config
         if config.snapshot_at_boot and config.snapshot_path is not None:
@@ -165,11 +172,9 @@ class Server:
         _log.info("pool_allocated", huge_bytes=huge.num_bytes, small_pages_because=huge.refusal)
 
     async def _look_at_content(self) -> None:
-        """Hash what an earlier daemon sealed, a slice of at most some ms at a time; then scrub."""
-        is_left = True
-        while is_left:
-            await asyncio.sleep(_VERIFY_PAUSE_S)
-            is_left = self._state.kv.verify_some(scrub.SLICE_BYTES)
+        """Hash what an earlier daemon sealed; then scrub."""
+        await verification.verify_all(self._state.kv)
+        self._is_looked_at.set()
         if self._state.config.scrub_bytes_per_second:
             await scrub.keep_scrubbing(self._state.kv, self._state.config.scrub_bytes_per_second)
 
@@ -285,7 +290,8 @@ class Server:
             raise ProtocolError(f"{verb} takes {low} to {high} file descriptors, got {num_fds}")
         is_admin = client.role == pb.ROLE_ADMIN
         if (verb in _ADMIN_VERBS and not is_admin) or (
-            verb in _ENGINE_VERBS and client.role != pb.ROLE_ENGINE
+            (verb in _ENGINE_VERBS and client.role != pb.ROLE_ENGINE)
+            or (verb in _EITHER_VERBS and client.role == pb.ROLE_OBSERVER)
         ):
             raise NotPermittedError(f"{verb} is not for role {pb.Role.Name(client.role)}")
         if verb == "hello" and envelope.hello.role == pb.ROLE_ADMIN and not self._is_owner(client):

@@ -32,6 +32,7 @@ from cachewarmd.errors import CachewarmError, InternalError, InvalidRequestError
 from cachewarmd.failpoints import hit
 from cachewarmd.fdstore import FdStore
 from cachewarmd.holding import Holding
+from cachewarmd.job import Provider
 from cachewarmd.kv import BlockStore
 from cachewarmd.lease import LeaseRows, LeaseTable
 from cachewarmd.log import get_logger
@@ -39,8 +40,9 @@ from cachewarmd.packers import Packers
 from cachewarmd.pool import Memfds, Pool
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
+from cachewarmd.traffic import Traffic
 from cachewarmd.v1 import control_pb2 as pb
-from cachewarmd.warmup import Provider, Warmer
+from cachewarmd.warmup import Warmer
 from cachewarmd.weight_store import WeightStore
 
 _log = get_logger()
@@ -165,7 +167,9 @@ class State:
         )
         weight_catalog.restore(self.weights, before.get("weights", {}), kept)
         self.kv.supersede(self.weights.versions.superseded)
-        self.warmer = Warmer(self.weights)
+        self.warmer = Warmer(self.weights, kept)
+        self.warmer.restore()
+        self.traffic = Traffic() if config.learn != "off" else None
         self.snapshots = Snapshots(
             self.pool,
             self.kv,

@@ -81,7 +81,6 @@ def status_now(state: State) -> pb.StatusReply:
         stamps=stamps,
         clients=clients,
         counters={
-            "integrity_failures": 0,
             **state.counters,
             **state.kv.counters,
             "leases": state.kv.num_leases,

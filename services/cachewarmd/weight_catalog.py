@@ -108,7 +108,7 @@ def restore(store: WeightStore, told: dict[str, Any], kept: FdStore) -> None:
             segments[name] = Segment(digest, loaded.layout_id, loaded.size, fd)
         model = Model(
             item.dir_key,
-            _reopen(item.path, item.dir_key),
+            reopen(item.path, item.dir_key),
             plan,
             item.name,
             item.version,
@@ -125,7 +125,7 @@ def restore(store: WeightStore, told: dict[str, Any], kept: FdStore) -> None:
 def _model_to_json(model: Model, loaded: Segment) -> dict[str, Any]:
     return {
         "dir_key": model.dir_key,
-        "path": _path_of(model.dir_fd),
+        "path": path_of(model.dir_fd),
         "plan": base64.b64encode(model.plan.SerializeToString(deterministic=True)).decode(),
         "name": model.name,
         "version": model.version,
@@ -145,11 +145,11 @@ def _is_what_was_sealed(fd: int, item: _ToldModel) -> bool:
     return bool(is_sealed) and (info.st_ino, info.st_size) == (item.inode, item.segment_bytes)
 
 
-def _path_of(dir_fd: int) -> str:
+def path_of(dir_fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd >= 0 else ""
 
 
-def _reopen(path: str, dir_key: DirKey) -> int:
+def reopen(path: str, dir_key: DirKey) -> int:
     """The model's directory again; -1 = not there, until somebody attaches and brings it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.request import Finished
 from engine.scheduler import Sequence
-from engine.shared_cache import CachedPrefix
+from engine.shared_cache import CachedPrefix, Lookup
 
 
 @dataclass
@@ -28,6 +28,7 @@ class AttemptState:
 
     clock: Clock
     prefix: CachedPrefix | None = None
+    lookup: Lookup | None = None  # under way
     is_looked_up: bool = False
     num_cached_tokens: int = 0
 

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cachewarmd import options
+from cachewarmd import options, plan
+from cachewarmd.errors import InvalidRequestError
 from cachewarmd.options import OptionError
 from engine.config import ServeConfig
 from engine.errors import ModelError
@@ -18,7 +19,24 @@ from engine.worker_config import private_block_bytes
 
 def faults(config: ServeConfig, environ: Mapping[str, str]) -> list[str]:
     """One line for each. Looks only, changes nothing."""
-    return [*_model(config), *_cpus(config), *_sockets(config, environ)]
+    return [
+        *_model(config),
+        *_cpus(config),
+        *_sockets(config, environ),
+        *_warmup(config),
+    ]
+
+
+def _warmup(config: ServeConfig) -> list[str]:
+    if config.warmup is None:
+        return ["warmup-required true is not allowed: without warmup"] * config.warmup_required
+    if config.cachewarmd == "off":
+        return ["warmup is not allowed: with cachewarmd off nothing is kept warm"]
+    try:
+        plan.load(config.warmup)
+    except (InvalidRequestError, OSError) as exc:
+        return [f"warmup: {exc}"]
+    return []
 
 
 def _worker_roles(config: ServeConfig) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ class ServeConfig:
     http_port: int | None
     insecure: bool
     cachewarmd: str | Path
+    warmup: Path | None
+    warmup_required: bool
     keep_daemon: bool
     pool_bytes: int | None
     backend: str

@@ -31,6 +31,7 @@ class Link:
     stamp: bytes
     epoch: int
     client_id: int
+    wants_token_ids: bool = False  # beside the keys of lookups
 
     def root(self, domain: tuple[str, str | None] = ("", None)) -> bytes:
         """Key before the first block of (tenant, cache salt)."""
@@ -105,9 +106,17 @@ class DaemonLink:
             # The daemon was another, the memory is the same: what is mapped is paged in already.
             client.pool = self._pool
         self._pool = client.pool
-        hello, stamp_id = client.hello, reply.register_reply.stamp_id
-        stamp = self._registration.stamp
-        return Link(client, client.pool, stamp_id, hello.salt, stamp, hello.epoch, hello.client_id)
+        hello, told = client.hello, reply.register_reply
+        return Link(
+            client,
+            client.pool,
+            told.stamp_id,
+            hello.salt,
+            self._registration.stamp,
+            hello.epoch,
+            hello.client_id,
+            told.wants_token_ids,
+        )
 
     def _keep(self) -> None:
         """Reconnect with jittered back-off until stopped."""

@@ -39,10 +39,14 @@ _MAX_ECHO = 128  # characters of a client's text in an error
 
 @dataclass(frozen=True)
 class NotReady:
-    """Why no request is taken now ("warming", "draining"), and when to ask again."""
+    """Why no request is taken now ("warming", "draining"), and when to ask again.
+
+    `percent` of the warm-up that the start waits for, if it does.
+    """
 
     reason: str
     retry_after_s: float
+    percent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def make_app(
         if why is None:
             return JSONResponse({"ready": True})
         headers = {"retry-after": str(max(1, math.ceil(why.retry_after_s)))}
-        return JSONResponse({"ready": False, "reason": why.reason}, 503, headers)
+        told = {} if why.percent is None else {"percent": why.percent}
+        return JSONResponse({"ready": False, "reason": why.reason, **told}, 503, headers)
 
     async def tell_version(request: Request) -> Response:
         return JSONResponse(asdict(version()))

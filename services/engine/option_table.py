@@ -134,6 +134,19 @@ _GENERAL = (
             "or a socket path",
             "auto|off|SOCKET",
         ),
+        Option(
+            "warmup",
+            options.path,
+            None,
+            "plan of what to warm (docs/warm-up.md): ready only when what it requires is there",
+            "PLAN",
+        ),
+        Option(
+            "warmup-required",
+            options.flag,
+            False,
+            "a required item of the plan that can't be warmed ends the start, instead of a warning",
+        ),
         Option("keep-daemon", options.flag, False, "leave a daemon that was started here running"),
         Option(
             "pool-bytes", options.size, None, "pool size of a daemon that is started here", "SIZE"

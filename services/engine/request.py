@@ -14,6 +14,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_p: float = 0.0
 
 
+BACKGROUND = 3
+
+
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """One sample of a request, or the rest of one: all its state derives from this.
 
@@ -36,7 +39,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     bypass_cache: bool = False
     tenant: str = ""  # whom the front authenticated; nobody when it authenticates nobody
     cache_salt: str | None = None  # the client's own; only ever narrows what is shared
-    urgency: int = 2  # 1 interactive, 2 normal, 3 background
+    urgency: int = 2  # 1 interactive, 2 normal, BACKGROUND
     priority: int = 0  # within the urgency; lower runs earlier
     hand_off: bool = False
 

@@ -15,12 +15,12 @@ Others grow into the rest; when that is used up the youngest gives way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.block_table import BlockTable, PrivatePool, SharedBlock
-from engine.request import Submit
+from engine.request import BACKGROUND, Submit
 
 
 class Status(Enum):
@@ -55,6 +55,10 @@ class Sequence:
     def order(self) -> tuple[int, int, int]:
         """Who goes first: the smaller. "Oldest" and "youngest" are meant in this order."""
         return self.submit.urgency, self.submit.priority, self.arrival
+
+    @property
+    def is_background(self) -> bool:
+        return self.submit.urgency >= BACKGROUND
 
     @property
     def num_prompt(self) -> int:
@@ -178,13 +182,16 @@ class Scheduler:
 
     # -- admission ------------------------------------------------------------------------------
 
-    def candidate(self) -> Sequence | None:
+    def candidate(self, passed: Set[Sequence] = frozenset()) -> Sequence | None:
         """The waiting sequence that comes next; None = none waits, or there is no seat for it.
+
+        Those of `passed` don't come now.
 
         One that begins like a sequence in prefill waits until that has computed what both need,
         and lets others pass meanwhile. For a more urgent one the youngest leaves its seat.
         """
-        found = next((s for s in self._waiting if not self._can_follow(s)), None)
+        able = (s for s in self._waiting if s not in passed and not self._can_follow(s))
+        found = next(able, None)
         if found is None or len(self._running) < self._max_num_seqs:
             return found
         return found if self._give_way(found) else None
@@ -246,24 +253,37 @@ class Scheduler:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def schedule(self, blocks_will_return: bool) -> list[ScheduledChunk]:
+    @property
+    def num_urgent(self) -> int:
+        """How many run that are more than background work."""
+        return sum(1 for sequence in self._running if not sequence.is_background)
+
+    def schedule(
+        self, blocks_will_return: bool, background_tokens: int | None = None
+    ) -> list[ScheduledChunk]:
         """What to compute next, oldest first; its private blocks are allocated.
 
+        Background prompts get what others leave of the chunk, and at most `background_tokens`.
         `blocks_will_return`: some blocks are on their way to the daemon and free again soon, so
         that a sequence that finds none sits out rather than loses its seat.
         """
         chunks: list[ScheduledChunk] = []
         budget = self._prefill_chunk
+        background = budget if background_tokens is None else background_tokens
         for sequence in self.running:
             if sequence.status is not Status.RUNNING:
                 continue  # an older one of this step needed its blocks
             start = sequence.num_computed
             wanted = budget if sequence.is_prefilling else 1
+            if sequence.is_background:
+                wanted = min(wanted, background)
             end = min(start + wanted, len(sequence.tokens))
             if end == start or not self._make_room(sequence, end, blocks_will_return):
                 continue
             if sequence.is_prefilling:
                 budget -= end - start
+            if sequence.is_background:
+                background -= end - start
             copied = sequence.table.make_writable(max(start, sequence.num_found), end)
             chunks.append(ScheduledChunk(sequence, start, end, copied))
         return chunks

@@ -24,22 +24,27 @@ from grpc_reflection.v1alpha import reflection
 from cachewarmd import options
 from cachewarmd.log import get_logger
 from cachewarmd.notify import Notifier, keep_telling
+from cachewarmd.v1 import control_pb2 as pb
 from engine import __version__, daemon
 from engine.address import GrpcAddress, bind_http
 from engine.chat import ChatEncoder, ChatTemplates
 from engine.config import ServeConfig
-from engine.errors import DrainingError, WarmingError
+from engine.errors import DrainingError, InvalidParameterError, StartError, WarmingError
+from engine.executor.backends import backend_named
 from engine.head_start import HeadStart
 from engine.metrics import EngineMetrics
 from engine.request import WorkerReady
 from engine.router import Router
 from engine.service import EngineService, FrontState
+from engine.tokenizer import TokenizerError
 from engine.v1 import engine_pb2
 from engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
+from engine.warmup_provider import WarmupProvider, messages_of
 from engine.workers import WorkerPool
 
 if TYPE_CHECKING:
     from engine.http import HttpServer, NotReady, VersionInfo
+    from engine.start_warmup import StartWarmup
 
 _log = get_logger()
 
@@ -108,6 +113,7 @@ class Front:
         self._socket = config.daemon_socket(environ)
         self._state = FrontState(model, config.model_name, self._socket, config.max_queue)
         self._state.has_chat_template = bool(templates.names)
+        self._state.warmup = self._planned_warmup()
         self._router = Router(config.max_queue, has_roles="unified" not in dict(config.workers))
         self._address = GrpcAddress(config.host, config.port, config.listen)
         self._health = health.aio.HealthServicer()
@@ -115,6 +121,7 @@ class Front:
         self._cut = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._provider: asyncio.Task[None] | None = None
+        self._failure: StartError | None = None
         self._http: socket.socket | None = None
 
     async def run(self, is_interrupted: Callable[[], bool]) -> None:
@@ -132,6 +139,25 @@ class Front:
                 await self._serve(server)
         finally:
             await self._chat.close()
+
+    def _planned_warmup(self) -> StartWarmup | None:
+        """What to wait for before the engine is ready. Raises StartError."""
+        config = self._config
+        if config.warmup is None:
+            return None
+        if self._socket is None:
+            raise StartError("warmup is not allowed: with cachewarmd off nothing is kept warm")
+        from cachewarmd import plan
+        from cachewarmd.errors import InvalidRequestError
+        from engine.start_warmup import StartWarmup
+
+        try:
+            found = plan.load(config.warmup)
+        except (InvalidRequestError, OSError) as exc:
+            raise StartError(f"warmup: {exc}") from exc
+        return StartWarmup(
+            self._socket, config.model, config.model_name, config.model_version, found
+        )
 
     @contextlib.asynccontextmanager
     async def _bound(self) -> AsyncIterator[grpc.aio.Server]:
@@ -247,16 +273,27 @@ class Front:
             self._workers.stop()
             await asyncio.wait({running, asyncio.create_task(self._shut_down(server))})
             running.result()
+        if self._failure is not None:
+            raise self._failure
 
     async def _ask_for_time(self) -> None:
-        """A start goes on: weights of hundreds of gigabytes take longer than any start timeout."""
-        while self._state.worker is None:
-            self._notifier.extend_timeout(_START_EXTENSION_S)
+        """A start goes on: weights of hundreds of gigabytes take longer than any start timeout.
+
+        And so does a warm-up, as long as it gets further.
+        """
+        before = None
+        while (warmup := self._state.warmup) is not None or self._state.worker is None:
+            done = None if warmup is None or self._state.worker is None else warmup.done
+            if done is None or done != before:
+                self._notifier.extend_timeout(_START_EXTENSION_S)
+            before = done
             await asyncio.sleep(_START_EXTENSION_S / 3)
 
     def _begin_drain(self) -> None:
         if not self._state.is_draining:
             self._state.is_draining = True
+            if self._provider is not None:
+                self._provider.cancel()  # nobody waits for warm-up; the daemon gives it to others
             self._begin(self._tell_health())
 
     async def _drain(self, running: asyncio.Task[None]) -> None:
@@ -288,10 +325,11 @@ class Front:
         if ready is not None:
             before, state.worker = state.worker, ready
             state.max_positions = self._workers.max_positions
-            if before is None:
-                self._announce(ready)
             if before is None or before.stamp != ready.stamp:
                 self._provide(ready)
+            if before is None:
+                self._begun.phases.end("workers")
+                self._begin(self._finish_start(ready))
         self._begin(self._tell_health())
 
     def _provide(self, ready: WorkerReady) -> None:
@@ -300,18 +338,53 @@ class Front:
             self._provider.cancel()
         if self._socket is not None:
             state = self._state
-            provider = daemon.WarmupProvider(
+            provider = WarmupProvider(
                 self._socket,
                 self._router,
-                self._tokenizer,
+                self._encode,
                 state.model_name,
                 state.model.max_context,
             )
             self._provider = self._begin(provider.run(ready))
 
+    async def _encode(self, prompt: pb.WarmPrompt) -> list[int]:
+        """Token ids of a warm-up item, as a request has them. Raises EngineError."""
+        match prompt.WhichOneof("prompt"):
+            case "text":
+                try:
+                    return await asyncio.to_thread(self._tokenizer.encode, prompt.text)
+                except TokenizerError as exc:
+                    raise InvalidParameterError([("text", str(exc))]) from exc
+            case "token_ids":
+                return list(prompt.token_ids.ids)
+            case "chat":
+                return await self._chat.encode(
+                    messages_of(prompt.chat),
+                    add_generation_prompt=prompt.chat.add_generation_prompt,
+                )
+        raise InvalidParameterError([("prompt", "text, token_ids or messages are allowed")])
+
+    async def _finish_start(self, ready: WorkerReady) -> None:
+        """Warm what the plan requires; then it is ready."""
+        warmup = self._state.warmup
+        if warmup is not None:
+            backend = backend_named(self._config.backend)
+            await warmup.run(lambda: backend.pack_plan(self._state.model))
+            failures = warmup.failures()
+            for failure in failures:
+                _log.error("not_warmed", item=failure)
+            if failures and self._config.warmup_required:
+                more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
+                self._failure = StartError(f"warmup: {failures[0]}{more}")
+                self._stop.set()
+                return
+            self._state.warmup = None
+            self._begun.phases.end("warmup")
+        self._announce(ready)
+        await self._tell_health()
+
     def _announce(self, ready: WorkerReady) -> None:
         state = self._state
-        self._begun.phases.end("workers")
         state.start_seconds = self._begun.phases.total
         front = {f"front_{name}": spent for name, spent in self._begun.phases.seconds.items()}
         phases = {**front, **ready.start_phases_s, "total": state.start_seconds}
@@ -352,6 +425,8 @@ class Front:
         what = "draining" if self._state.is_draining else "serving"
         if not self._state.is_draining and not self._state.has_workers:
             what = "waiting for workers"
+        elif not self._state.is_draining and (warmup := self._state.warmup) is not None:
+            what = f"warming, {warmup.percent} %"
         return f"{what}: {router.num_running} running, {router.num_waiting} waiting"
 
     def _why_not_ready(self) -> NotReady | None:
@@ -361,6 +436,8 @@ class Front:
             return NotReady("draining", DrainingError.retry_after_s or 1.0)
         if not self._state.has_workers:
             return NotReady("warming", WarmingError.retry_after_s or 1.0)
+        if (warmup := self._state.warmup) is not None:
+            return NotReady("warming", WarmingError.retry_after_s or 1.0, warmup.percent)
         return None
 
     def _version(self) -> VersionInfo:

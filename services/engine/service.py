@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,6 +26,9 @@ from engine.tokenizer import Tokenizer, TokenizerError
 from engine.v1 import engine_pb2 as pb
 from engine.v1.engine_pb2_grpc import EngineServiceServicer
 from engine.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from engine.start_warmup import StartWarmup
 
 # A text this long is tokenised beside the loop, which has streams to serve.
 _LONG_TEXT = 16 << 10
@@ -47,10 +51,11 @@ class FrontState:
     worker: WorkerReady | None = None  # what is served, once it is known
     max_positions: int = 0
     has_workers: bool = False
+    warmup: StartWarmup | None = None  # what the start still waits for
 
     @property
     def is_serving(self) -> bool:
-        return self.has_workers and not self.is_draining
+        return self.has_workers and not self.is_draining and self.warmup is None
 
     def check_admits(self) -> WorkerReady:
         """What is served now. Raises DrainingError, WarmingError.
@@ -61,6 +66,8 @@ class FrontState:
             raise errors.DrainingError("the server is stopping")
         if self.worker is None:
             raise errors.WarmingError("the worker is not ready yet")
+        if self.warmup is not None:
+            raise errors.WarmingError(f"{self.warmup.percent} % of the warm-up is done")
         return self.worker
 
 

@@ -32,6 +32,7 @@ _log = get_logger()
 _PUBLISH_TIMEOUT_S = 2.0
 # After a lookup that got no answer in time the next ones don't try: each would cost its budget.
 _LOOKUP_PAUSE_S = 1.0
+_MAX_TOLD_IDS = 1 << 20  # token ids in a lookup, for a daemon that wants them; a frame has 8 MiB
 
 
 @dataclass(eq=False)
@@ -54,6 +55,19 @@ class CachedPrefix:
     def is_lost(self) -> bool:
         """The lease ended with its connection: what is read under it must be checked."""
         return self.link.client.is_lost
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One that was sent."""
+
+    future: Future[tuple[pb.Envelope, list[int]]]
+    link: Link
+    root: bytes
+    keys: list[bytes]
+    limit_s: float
+    deadline: float
+    change_word: int
 
 
 @dataclass(eq=False)
@@ -107,43 +121,83 @@ class SharedCache:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def lookup(
+    def ask(
         self,
         tokens: Sequence[int],
-        budget_s: float,
+        wait_s: float,
+        limit_s: float,
         domain: tuple[str, str | None] = ("", None),
-    ) -> tuple[CachedPrefix | None, list[SharedBlock]]:
-        """Longest sealed prefix of `tokens`, leased. None = no daemon in time: stay private.
+    ) -> Lookup | None:
+        """Look for the longest sealed prefix of `tokens`; None = no daemon: stay private.
 
-        `domain` is (tenant, cache salt): nothing is found, or published later, of another.
+        Waits at most `wait_s` here; `answer` tells what came of it, within `limit_s`. `domain` is
+        (tenant, cache salt): nothing is found, or published later, of another.
         """
-        link = self._link.current
-        if link is None or time.monotonic() < self._next_lookup:
-            return None, []
+        link, now = self._link.current, time.monotonic()
+        if link is None or now < self._next_lookup:
+            return None
         root = link.root(domain)
         keys = chain_keys(root, tokens, self._block_size)
         rest = tokens[len(keys) * self._block_size :]
         tails = tail_keys(keys[-1] if keys else root, rest)
         request = pb.Lookup(stamp_id=link.stamp_id, keys=b"".join(keys), tail_keys=b"".join(tails))
+        word = link.pool.change_word  # before anything is leased: what changes after it is seen
+        num_ids = len(keys) * self._block_size
+        if link.wants_token_ids and num_ids <= _MAX_TOLD_IDS:
+            request.token_ids = np.asarray(tokens[:num_ids], dtype="<u4").tobytes()
+            request.tenant, salt = domain
+            if salt is not None:
+                request.cache_salt = salt
         try:
-            reply, _ = link.client.call(
-                pb.Envelope(lookup=request),
-                budget_s,
-                on_late=lambda late: _release_late(link, late),
-            )
+            future = link.client.ask(pb.Envelope(lookup=request), min(wait_s, limit_s))
         except CachewarmError as exc:
             _log.info("lookup_missed", reason=str(exc))
+            return None
+        return Lookup(future, link, root, keys, limit_s, now + limit_s, word)
+
+    def answer(
+        self, lookup: Lookup, *, is_waiting: bool
+    ) -> tuple[CachedPrefix | None, list[SharedBlock]] | None:
+        """The prefix, leased; None, [] = a miss, also when time is over; None = not there yet.
+
+        `is_waiting`: not before there is one of the first two.
+        """
+        remaining = lookup.deadline - time.monotonic()
+        try:
+            reply, _ = lookup.future.result(max(0.0, remaining) if is_waiting else 0.0)
+        except TimeoutError:
+            if not is_waiting and remaining > 0:
+                return None
+            self.forget(lookup)
+            _log.info("lookup_missed", reason=f"no answer within {lookup.limit_s:g} s")
             self._next_lookup = time.monotonic() + _LOOKUP_PAUSE_S
             return None, []
-        found = reply.lookup_reply
+        except CachewarmError as exc:
+            _log.info("lookup_missed", reason=str(exc))
+            return None, []
+        found, link = reply.lookup_reply, lookup.link
         shared = [self._shared(link, *block) for block in blocks_of(found)]
         num_tokens = sum(block.num_tokens for block in shared)
         full = num_tokens // self._block_size
         last = _handle(shared[-1]) if shared else None
-        word = link.pool.change_word
-        prefix = CachedPrefix(link, found.lease, root, keys, full, num_tokens, full, last, word)
+        prefix = CachedPrefix(
+            link,
+            found.lease,
+            lookup.root,
+            lookup.keys,
+            full,
+            num_tokens,
+            full,
+            last,
+            lookup.change_word,
+        )
         self._live.add(prefix)
         return prefix, shared
+
+    @staticmethod
+    def forget(lookup: Lookup) -> None:
+        """Nobody wants the answer any more: its lease is released when it comes."""
+        lookup.future.add_done_callback(lambda late: _release_late(lookup.link, late))
 
     def _shared(
         self, link: Link, slot: int, num_tokens: int, generation: int, offset: int
@@ -327,6 +381,6 @@ def _release(link: Link, lease: int) -> None:
 
 
 def _release_late(link: Link, late: Future[tuple[pb.Envelope, list[int]]]) -> None:
-    """A lookup that was answered after its budget: nobody uses the lease."""
+    """Of a lookup that was answered too late: nobody uses the lease."""
     if late.exception() is None:
         _release(link, late.result()[0].lookup_reply.lease)

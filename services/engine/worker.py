@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from cachewarmd.log import get_logger
 from engine.attempt import AttemptState, Clock, finished
-from engine.block_table import BlockTable, PrivatePool
+from engine.background import BackgroundShare
+from engine.block_table import BlockTable, PrivatePool, SharedBlock
 from engine.channel import BrokenChannelError
 from engine.config import WorkerConfig
 from engine.errors import EngineError, RequestTooLargeError
@@ -35,7 +36,7 @@ from engine.request import (
 )
 from engine.sampler import sample
 from engine.scheduler import ScheduledChunk, Scheduler, Sequence, Status
-from engine.shared_cache import SharedCache
+from engine.shared_cache import Lookup, SharedCache
 
 _log = get_logger()
 
@@ -72,6 +73,7 @@ class Worker:
         self._scheduler = Scheduler(
             pool, config.max_num_seqs, config.prefill_chunk, self._on_preempt
         )
+        self._background = BackgroundShare(config.prefill_chunk)
         self._states: dict[Sequence, AttemptState] = {}
         self._hand_offs = HandOffs(send, cache)
         self._is_blocked = False  # sequences are there, but none could run
@@ -161,13 +163,15 @@ class Worker:
     # -- admission ------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Everybody who finds a seat and blocks."""
-        while (sequence := self._scheduler.candidate()) is not None:
+        """Everybody who finds a seat and blocks; who waits for the daemon lets others pass."""
+        asking: set[Sequence] = set()
+        while (sequence := self._scheduler.candidate(asking)) is not None:
             if self._ends_before_it_runs(sequence):
                 continue
             state = self._states[sequence]
-            if not state.is_looked_up:
-                self._look_up(sequence, state)
+            if not state.is_looked_up and not self._look_up(sequence, state):
+                asking.add(sequence)
+                continue
             if not self._scheduler.admit(sequence):
                 return
             self._take_seat(sequence, state)
@@ -185,23 +189,40 @@ class Worker:
             f"{self._pool.num_blocks * self._block_size}"
         )
 
-    def _look_up(self, sequence: Sequence, state: AttemptState) -> None:
-        """Lease what is sealed already; the rest is computed from there."""
-        submit, clock = sequence.submit, state.clock
+    def _look_up(self, sequence: Sequence, state: AttemptState) -> bool:
+        """Lease what is sealed already, the rest is computed from there; False = no answer yet.
+
+        Nobody who runs waits for it longer than the lookup's budget. Who asked may wait longer, as
+        far as that is little beside computing it all.
+        """
+        clock = state.clock
         clock.admitted = clock.admitted or time.monotonic()
-        state.is_looked_up = True
-        before, state.prefix = state.prefix, None
-        if self._cache is not None and not submit.bypass_cache:
-            budget = self._lookup_budget_s
-            if not self._scheduler.num_running:  # else all of them would wait with it
-                estimate = self._seconds_per_token * len(sequence.tokens)
-                budget = max(budget, _LOOKUP_BUDGET_SHARE * estimate)
-            state.prefix, shared = self._cache.lookup(sequence.tokens, budget, submit.domain)
+        if self._cache is not None and not sequence.submit.bypass_cache:
+            if state.lookup is None:
+                state.lookup = self._ask(self._cache, sequence)
+            prefix, shared = None, list[SharedBlock]()
+            if state.lookup is not None:
+                is_alone = not self._scheduler.num_running
+                answer = self._cache.answer(state.lookup, is_waiting=is_alone)
+                if answer is None:
+                    return False
+                prefix, shared = answer
+            before, state.prefix, state.lookup = state.prefix, prefix, None
             sequence.table.start_with(shared)
-            sequence.begin(state.prefix.num_tokens if state.prefix else 0)
-        if self._cache is not None and before is not None:
-            self._cache.release(before)  # of before a preemption; only now, so nothing got lost
+            sequence.begin(prefix.num_tokens if prefix is not None else 0)
+            if before is not None:
+                self._cache.release(before)  # of before a preemption; only now, so nothing got lost
+        state.is_looked_up = True
         clock.looked_up = clock.looked_up or time.monotonic()
+        return True
+
+    def _ask(self, cache: SharedCache, sequence: Sequence) -> Lookup | None:
+        budget = self._lookup_budget_s
+        estimate = self._seconds_per_token * len(sequence.tokens)
+        limit = max(budget, _LOOKUP_BUDGET_SHARE * estimate)
+        # A daemon that keeps one waiting costs the others that budget once, not once for each.
+        is_slow = any(state.lookup is not None for state in self._states.values())
+        return cache.ask(sequence.tokens, 0.0 if is_slow else budget, limit, sequence.submit.domain)
 
     def _take_seat(self, sequence: Sequence, state: AttemptState) -> None:
         """Go on from what another running sequence has of the same tokens, if that is more."""
@@ -230,14 +251,21 @@ class Worker:
     def _step(self) -> None:
         """One chunk of every sequence that takes part, then what follows from it."""
         will_return = self._cache is not None and self._cache.num_pending > 0
-        chunks = self._scheduler.schedule(will_return)
+        num_urgent = self._scheduler.num_urgent
+        share = None
+        if 0 < num_urgent < self._scheduler.num_running:
+            share = self._background.tokens(num_urgent)
+        chunks = self._scheduler.schedule(will_return, share)
         self._is_blocked = not chunks and self._has_work
         if not chunks:
             return
         self._num_tail_copies += sum(len(chunk.copied) for chunk in chunks)
         started = time.monotonic()
         rows = self._executor.forward([self._for_executor(chunk) for chunk in chunks])
-        self._measure(chunks, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._measure(chunks, seconds)
+        if share is not None:
+            self._measure_background(chunks, seconds)
         for chunk, logits in zip(chunks, rows, strict=True):
             self._take_result(chunk, logits)
 
@@ -300,6 +328,13 @@ class Worker:
             before = self._seconds_per_token or each
             self._seconds_per_token = 0.8 * before + 0.2 * each
 
+    def _measure_background(self, chunks: list[ScheduledChunk], seconds: float) -> None:
+        """Beside decodes: prompts of others make a step as long as they are."""
+        if any(chunk.is_prefill and not chunk.sequence.is_background for chunk in chunks):
+            return
+        ours = sum(c.end - c.start for c in chunks if c.sequence.is_background)
+        self._background.measured(ours, seconds)
+
     @staticmethod
     def _sample(sequence: Sequence, logits: npt.NDArray[np.float32]) -> int:
         submit = sequence.submit
@@ -348,6 +383,8 @@ class Worker:
         state = self._states.pop(sequence)
         was_running = sequence.status is Status.RUNNING
         self._scheduler.finish(sequence)
+        if self._cache is not None and state.lookup is not None:
+            self._cache.forget(state.lookup)
         if self._cache is not None and state.prefix is not None:
             if was_running and error is None:
                 self._cache.publish(sequence, state.prefix, with_tail=True)

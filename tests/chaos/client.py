@@ -125,7 +125,9 @@ class ChaosClient:
         tokens = tokens[: len(tokens) - self._chance.choice([0, 0, 0, 1, 2])]
         request = Request(tokens, BlockTable(self._pool, B), self._root)
         request.steps_left = self._chance.randint(1, 30)
-        request.prefix, shared = self.cache.lookup(tokens, 0.5)
+        lookup = self.cache.ask(tokens, 0.5, 0.5)
+        found = None if lookup is None else self.cache.answer(lookup, is_waiting=True)
+        request.prefix, shared = found or (None, [])
         request.table.start_with(shared)
         if request.prefix is not None:
             request.num_computed = request.prefix.num_tokens

@@ -3,8 +3,9 @@
     python -m tests.chaos.run --kills 1000 --seed 7
 
 The clients are the engine's own cache code (`tests.chaos.client`); with --engine-kills or
---worker-kills a real engine with streams shares their daemon. A run prints what it saw as JSON and
-ends with 1 when something was wrong. A planted bug (--plant) must make it so.
+--worker-kills a real engine with streams shares their daemon. A run tells on stderr how far it is,
+prints what it saw as JSON, also when it is called off (--limit-s, Ctrl-C, SIGTERM), and ends with 1
+when something was wrong. A planted bug (--plant) must make it so.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ from cachewarmd.v1 import control_pb2 as pb
 from engine.client import CallError, EngineClient
 from tests.chaos.client import COUNTERS, Stats
 from tests.chaos.plants import PLANTS, Plant
-from tests.daemon import PATIENCE_S, Daemon, environment
+from tests.daemon import PATIENCE_S, Daemon, children_of, environment, wait_readable
 from tests.engine import Engine, Stream, make_prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_CLIENTS = 3
 NUM_STREAMS = 3
 _STARVED_S = 180.0
+_TELL_S = 10.0
 POOL = "64MiB"  # a quarter of what the clients' chains would take
 # A block that is found to hold other bytes than were sealed leaves a mark, whichever daemon saw it.
 _MARK = """
 import os, cachewarmd.kv as kv
-def poison(self, block, poison=kv.BlockStore.poison):
+def poison(self, block, kind, poison=kv.BlockStore.poison):
     with open({marks!r}, "ab") as marks:
         marks.write(b"x")
-    poison(self, block)
+    poison(self, block, kind)
 kv.BlockStore.poison = poison
 import cachewarmd.server
 cachewarmd.server.IDLE_CHECK_S = 0.2
@@ -78,7 +80,8 @@ class LoadClient:
     def start(self, seed: int) -> None:
         environ = {**environment(), "PYTHONPATH": os.pathsep.join(["services", "."])}
         command = [*self._command, str(seed), *self._flags]
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environ)
+        # A Ctrl-C is not for them: what they saw is reported.
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environ, process_group=0)
 
     def kill(self) -> None:
         assert self._process is not None
@@ -207,17 +210,26 @@ class Chaos:
 
     def kill_daemon(self, *, waits: bool = True) -> None:
         """At any moment, now and then also while it starts."""
-        self.report.counts["daemon_kills"] += 1
-        before = 0
-        with contextlib.suppress(CachewarmError):
-            before = self.daemon.status().epoch
-        with contextlib.suppress(CachewarmError, ProcessLookupError):
-            self.daemon.kill_under_holder()
+        # Asked of its holder: one that starts does not answer yet.
+        for pid in children_of(self.daemon.pid):
+            with contextlib.suppress(ProcessLookupError):
+                self._kill(pid)
+                self.report.counts["daemon_kills"] += 1
         if waits:
             started = time.monotonic()
-            self.wait(lambda: self._epoch() > before, "the next daemon serves")
+            self.wait(lambda: self._epoch() > 0, "the next daemon serves")
             took = int(1000 * (time.monotonic() - started))
             self.report.counts["longest_gap_ms"] = max(self.report.counts["longest_gap_ms"], took)
+
+    @staticmethod
+    def _kill(pid: int) -> None:
+        """Returns when it is dead."""
+        pidfd = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            assert wait_readable(pidfd), "it is killed, but not dead"
+        finally:
+            os.close(pidfd)
 
     def _epoch(self) -> int:
         try:
@@ -271,6 +283,9 @@ class Chaos:
     def seen(self, name: str) -> int:
         return sum(client.stats[name] for client in self.clients)
 
+    def count_seen(self) -> None:
+        self.report.counts.update({name: self.seen(name) for name in COUNTERS})
+
     @property
     def num_poisoned(self) -> int:
         return self._marks.stat().st_size if self._marks.exists() else 0
@@ -312,7 +327,7 @@ class Chaos:
         if num_fds > self._base_fds + 4:  # the connection that asks, and what an adopted pool has
             report.faults.append(f"{num_fds} descriptors are open, {self._base_fds} were")
         report.faults += self.look()
-        report.counts.update({name: self.seen(name) for name in COUNTERS})
+        self.count_seen()
         report.counts["epoch"] = status.epoch
         return report
 
@@ -328,25 +343,49 @@ def run(
     worker_kills: int = 0,
     engine_kills: int = 0,
     model_dir: Path | None = None,
+    *,
+    limit_s: float | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Report:
-    """`kills` of the daemon, and so many of the others, in random order."""
+    """`kills` of the daemon, and so many of the others, in random order.
+
+    `limit_s` ends the kills, and then the load in order. A KeyboardInterrupt ends all at once: what
+    is wrong with what is left of the load can't be told then, the rest is reported all the same.
+    """
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         chaos = stack.enter_context(Chaos(seed))
-        if model_dir is not None:
-            chaos.engine = stack.enter_context(Engine(model_dir, chaos.daemon.socket))
-            chaos.engine.keep_port()
-            chaos.streams = Streams(chaos.engine, chaos.report)
-        deeds = [chaos.kill_daemon] * kills + [chaos.kill_client] * client_kills
-        deeds += [chaos.kill_worker] * worker_kills + [chaos.kill_engine] * engine_kills
-        chaos.chance.shuffle(deeds)
-        for deed in deeds:
-            time.sleep(chaos.chance.uniform(0, 0.2))
-            if deed == chaos.kill_daemon and chaos.chance.random() < 0.1:
-                chaos.kill_daemon(waits=False)
-            else:
-                deed()
-        report = chaos.finish()
+        report = chaos.report
+        try:
+            if model_dir is not None:
+                chaos.engine = stack.enter_context(Engine(model_dir, chaos.daemon.socket))
+                chaos.engine.keep_port()
+                chaos.streams = Streams(chaos.engine, report)
+            deeds = [chaos.kill_daemon] * kills + [chaos.kill_client] * client_kills
+            deeds += [chaos.kill_worker] * worker_kills + [chaos.kill_engine] * engine_kills
+            chaos.chance.shuffle(deeds)
+            told = started
+            for number, deed in enumerate(deeds):
+                now = time.monotonic()
+                if limit_s is not None and now - started > limit_s:
+                    report.counts["not_done"] = len(deeds) - number
+                    break
+                if tell is not None and now - told > _TELL_S:
+                    told = now
+                    tell(f"{number} of {len(deeds)} in {now - started:.0f} s, {chaos.look()}")
+                time.sleep(chaos.chance.uniform(0, 0.2))
+                if deed == chaos.kill_daemon and chaos.chance.random() < 0.1:
+                    chaos.kill_daemon(waits=False)
+                else:
+                    deed()
+            chaos.finish()
+        except KeyboardInterrupt:
+            report.counts["interrupted"] = 1
+            report.faults += chaos.look()
+            chaos.count_seen()
+        except AssertionError as exc:
+            report.faults += [str(exc), *chaos.look()]
+            chaos.count_seen()
     report.seconds = time.monotonic() - started
     return report
 
@@ -358,7 +397,7 @@ def run_plant(name: str, seed: int, limit_s: float = 120.0) -> Report:
         while not chaos.look() and time.monotonic() - started < limit_s:
             PLANTS[name].provoke(chaos)
         chaos.report.faults += chaos.look()
-        chaos.report.counts.update({name: chaos.seen(name) for name in COUNTERS})
+        chaos.count_seen()
     chaos.report.seconds = time.monotonic() - started
     return chaos.report
 
@@ -370,8 +409,12 @@ def main() -> int:
     parser.add_argument("--worker-kills", type=int, default=0)
     parser.add_argument("--engine-kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--limit-s", type=float, help="no more kills after so many seconds")
     parser.add_argument("--plant", choices=sorted(PLANTS))
     flags = parser.parse_args()
+    # Both also where a shell has us ignore them, as one does in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"seed {flags.seed}", flush=True)
     if flags.plant:
         report = run_plant(flags.plant, flags.seed)
@@ -384,9 +427,13 @@ def main() -> int:
                 flags.worker_kills,
                 flags.engine_kills,
                 model_dir,
+                limit_s=flags.limit_s,
+                tell=lambda text: print(text, file=sys.stderr, flush=True),
             )
-    print(report)
-    return 1 if report.faults else 0
+    print(report, flush=True)
+    if report.faults:
+        return 1
+    return 130 if report.counts["interrupted"] else 0
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def test_kills_of_daemon_and_clients(seed: int) -> None:
     report = run(60, seed, client_kills=10)
     print(report)
     assert report.faults == []
-    assert report.counts["epoch"] >= 45, "most of the daemons served"
+    assert report.counts["epoch"] >= 40, "most of the daemons served"
     assert report.counts["reads"] > 0
     assert report.counts["hits"] > 0
 

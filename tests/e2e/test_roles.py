@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -142,14 +141,16 @@ def test_roles_without_a_daemon_are_refused(m_rand_dir: Path) -> None:
 
 
 class ExternalWorker:
-    """`cachewarm-engine worker`, as a unit would run it; `env` is its environment."""
+    """`cachewarm-engine worker`, as a unit would run it; `env` is its environment.
+
+    Its runtime directory is that of all who have this environment.
+    """
 
     def __init__(self, role: str, socket: Path, config: Path, env: Mapping[str, str]) -> None:
-        self._runtime = tempfile.TemporaryDirectory(prefix="cww-", dir="/tmp")
         arguments = ("--role", role, "--front", f"unix:{socket}", "--config", str(config))
         self.process = subprocess.Popen(
             command("worker", *arguments),
-            env={**env, "XDG_RUNTIME_DIR": self._runtime.name},
+            env=dict(env),
             stdin=subprocess.DEVNULL,
         )
 
@@ -165,7 +166,6 @@ class ExternalWorker:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(PATIENCE_S)
-        self._runtime.cleanup()
 
 
 def health(engine: Engine) -> int:
@@ -224,6 +224,7 @@ def test_workers_may_be_processes_of_their_own(
         m_rand_dir,
         shared_daemon.socket,
         extra=["--external-workers", "--worker-socket", str(socket), *FLAGS],
+        env={"XDG_RUNTIME_DIR": str(short_dir)},
         step_s=0.0,
     )
     with ExitStack() as stack:
@@ -261,6 +262,16 @@ def test_workers_may_be_processes_of_their_own(
             decode = begin("decode")
             jobs[2].check(waiting.result())
             assert health(engine) == SERVING
+
+            # All three have one runtime directory: who leaves it takes nobody's socket along.
+            sockets = {path for path in short_dir.rglob("*") if path.is_socket()}
+            assert socket in sockets
+            prefill.process.terminate()
+            prefill.process.wait(PATIENCE_S)
+            assert {path for path in sockets if path.is_socket()} == sockets
+            assert decode.process.poll() is None
+            prefill = begin("prefill")
+            jobs[3].check(engine.generate(jobs[3].prompt, **jobs[3].options))
             assert engine.stop() == 0
         for worker in (prefill, decode):
             assert worker.process.wait(PATIENCE_S) == 0, "a worker leaves when its front has gone"

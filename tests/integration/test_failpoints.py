@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from cachewarmd.errors import CachewarmError
 from cachewarmd.v1 import control_pb2 as pb
 from tests.daemon import PATIENCE_S, Daemon, environment, wait_until
 from tests.fail_points import Tokens, in_the_code
+from tests.integration import test_jobs
 from tests.integration.test_restart import evict, reattach
 from tests.integration.test_snapshots import load, save
 from tests.integration.test_weight_service import attach, plan_of, write_model
@@ -35,6 +37,8 @@ CHAIN = [f"chain{number}" for number in range(4)]
 # Points of a start or of an end that is in order: not on a running daemon's way.
 AT_START = {"commit.before", "commit.after"}
 AT_END = {"clean.before", "clean.after"}
+# From the death of a daemon until the next one answers, wherever it died.
+RECOVERY_S = 2.0
 
 Step = Callable[["Walk"], None]
 
@@ -106,6 +110,19 @@ class Walk:
         evict(self.daemon)
         load(self.daemon, file)
 
+    def warm_up(self) -> None:
+        """A job with one prompt, computed at once; also what earlier ones left."""
+        folder = write_model(self.folder / "warmed", 1.0, 2.0)
+        with connect_worker(self.daemon.socket) as worker:
+            digest, _, _ = attach(worker.client, folder, plan_of(2))
+        with test_jobs.Engine(self.daemon, digest, answers=True):
+            job_id = test_jobs.start(self.daemon, folder, pb.WarmPrompt(text="a"))
+            watch = pb.Envelope(watch_job=pb.WatchJob(job_id=job_id))
+            with self.daemon.client(pb.ROLE_OBSERVER) as client:
+                # A daemon that came since has no engine for it: the next try brings one.
+                told = client.stream(watch, lambda _: None, 3.0)[0].job_progress
+            assert told.state == "done"
+
     def until_taken(self, point: str, step: Step) -> None:
         end = time.monotonic() + PATIENCE_S
         self.tokens.put(point)
@@ -163,6 +180,7 @@ STEPS: dict[str, Step] = {
     "copy": Walk.publish,
     "evict": Walk.evict,
     "free": Walk.evict,
+    "job": Walk.warm_up,
     "lease": Walk.publish,
     "lookup": Walk.publish,
     "pack": Walk.load_weights,
@@ -276,12 +294,31 @@ def test_points_are_many_and_each_stands_once() -> None:
 @pytest.mark.parametrize("point", RUNNING)
 def test_a_kill_there_loses_nothing(killed: Walk, point: str) -> None:
     """The daemon dies there; the next one has what was sealed, and every byte of it is right."""
-    before = killed.daemon.status().epoch
-    killed.until_taken(point, step_of(point))
-    started = time.monotonic()
-    wait_until(lambda: is_served(killed.daemon, before), "the next daemon serves")
-    print(f"served after {time.monotonic() - started:.2f} s")
-    killed.check()
+    # Again where the machine had a busy moment; what is slow by itself is so each time.
+    for _ in range(5):
+        seconds = time_to_serve(killed, point)
+        print(f"{point}: served after {seconds:.2f} s")
+        killed.check()
+        if seconds < RECOVERY_S:
+            return
+    raise AssertionError(f"no daemon served within {RECOVERY_S:g} s")
+
+
+def time_to_serve(walk: Walk, point: str) -> float:
+    """Let the daemon die there; how long it took from then until the next one answered."""
+    before = walk.daemon.status().epoch
+
+    def measure() -> float:
+        walk.tokens.wait_taken(point)
+        started = time.monotonic()
+        wait_until(lambda: is_served(walk.daemon, before), "the next daemon serves")
+        return time.monotonic() - started
+
+    walk.tokens.put(point)
+    with ThreadPoolExecutor(1) as thread:
+        seconds = thread.submit(measure)
+        walk.until_taken(point, step_of(point))
+        return seconds.result()
 
 
 def is_served(daemon: Daemon, epoch: int) -> bool:

@@ -190,6 +190,7 @@ def test_a_flipped_byte_costs_the_rest_of_its_chain(daemon: Daemon, host: Host) 
     assert found(daemon, HOT) == HOT[:2]
     assert found(daemon, COLD) == COLD
     assert daemon.status().counters["snapshot_refused_checksum"] == 1
+    assert daemon.status().counters["integrity_failures_snapshot"] == 1
     assert "snapshot_restored" in daemon.log()
 
 
@@ -277,6 +278,13 @@ def flip(daemon: Daemon, label: str) -> None:
     raise AssertionError("the daemon has no pool")
 
 
+def failures(daemon: Daemon) -> dict[str, int]:
+    """By kind; "" = the sum."""
+    name = "integrity_failures"
+    told = daemon.status().counters
+    return {key.removeprefix(name): told[key] for key in told if key.startswith(name)}
+
+
 def test_verify_finds_a_flipped_byte_once(daemon: Daemon) -> None:
     """Exit status 1; the block and what hangs on it are gone, the rest is served."""
     status, told = ctl(daemon, "verify")
@@ -288,7 +296,7 @@ def test_verify_finds_a_flipped_byte_once(daemon: Daemon) -> None:
     assert found(daemon, COLD) == COLD
     status, told = ctl(daemon, "verify")
     assert (status, told["num_blocks"], told["num_failures"]) == (0, 5, 0)
-    assert daemon.status().counters["integrity_failures"] == 1
+    assert failures(daemon) == {"": 1, "_verify": 1, "_scrub": 0, "_recovery": 0, "_snapshot": 0}
 
 
 def test_the_scrubber_finds_a_flipped_byte_and_readers_see_it(host: Host) -> None:
@@ -306,7 +314,8 @@ def test_the_scrubber_finds_a_flipped_byte_and_readers_see_it(host: Host) -> Non
             changed = [int(pool.records["generation"][b.slot]) - b.generation for b in blocks]
             assert changed == [0, 1, 1, 1]
         assert found(daemon, HOT) == HOT[:1]
-        assert daemon.status().counters["scrub_passes"]
+        wait_until(lambda: bool(daemon.status().counters["scrub_passes"]), "the pass ends")
+        assert failures(daemon)["_scrub"] == 1
 
 
 # -- versions ---------------------------------------------------------------------------------

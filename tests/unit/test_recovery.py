@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from cachewarmd import catalog as catalog_module
-from cachewarmd import layout, recovery, weight_catalog
+from cachewarmd import layout, recovery, verification, weight_catalog
 from cachewarmd.block import stamps_from_json
 from cachewarmd.budget import Budget
 from cachewarmd.catalog import Catalog
@@ -161,6 +162,7 @@ def test_changed_content_is_a_miss_and_takes_its_descendants(
     _, found = after.store.lookup(after.info, keys_of(full(1, 2, 3)), [])
     assert [block.key for block in found] == [key_of(full(1))]
     assert after.store.counters["integrity_failures"] == 1
+    assert after.store.counters["integrity_failures_recovery"] == 1
     assert not after.is_sealed(full(1, 2, 3))
     assert after.pool.records["generation"][middle.slot] == middle.generation + 1
     after.store.check_invariants()
@@ -174,7 +176,7 @@ def test_changed_content_is_found_in_the_background_also_under_a_lease(harness: 
     after = recovered(harness)
     after.store.quarantine([block.slot])
     word = int(after.pool.header["change_word"][0])
-    assert not after.store.verify_some(EXTENT_BYTES)
+    asyncio.run(verification.verify_all(after.store))
     assert after.pool.header["change_word"][0] > word
     assert after.pool.records["generation"][block.slot] == block.generation + 1
     after.store.check_invariants()
@@ -187,6 +189,38 @@ def test_a_lookup_hashes_only_so_much(harness: Harness, monkeypatch: pytest.Monk
     after = recovered(harness)
     for expected in (1, 2, 3):
         assert len(after.store.lookup(after.info, keys_of(full(1, 2, 3)), [])[1]) == expected
+
+
+def test_a_long_chain_is_looked_at_before_its_lookup(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a lookup would not hash itself is named, and a hit once it has been hashed."""
+    monkeypatch.setattr("cachewarmd.kv.VERIFY_BYTES", 1)
+    harness.seal_free(full(1, 2, 3))
+    after = recovered(harness)
+    asked = after.store.unverified(after.info, keys_of(full(1, 2, 3)))
+    assert [block.key for block in asked] == keys_of(full(1, 2, 3))
+    asyncio.run(verification.verify(after.store, asked))
+    assert not after.store.unverified(after.info, keys_of(full(1, 2, 3)))
+    assert len(after.store.lookup(after.info, keys_of(full(1, 2, 3)), [])[1]) == 3
+
+
+def test_what_was_evicted_while_it_was_hashed_is_not_judged(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may have read another block's bytes by then."""
+    harness.seal_free(full(1))
+    after = recovered(harness)
+
+    def torn(_: object) -> bool:
+        after.store.evict(lambda _: True)
+        return False
+
+    monkeypatch.setattr(after.store, "is_intact", torn)
+    asyncio.run(verification.verify_all(after.store))
+    assert after.store.counters["integrity_failures"] == 0
+    assert not after.store.next_unverified(EXTENT_BYTES)
+    after.store.check_invariants()
 
 
 def test_after_a_clean_stop_nothing_is_hashed(harness: Harness) -> None:

@@ -144,7 +144,8 @@ def test_a_daemon_in_any_trouble_changes_no_token(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.shared_cache._LOOKUP_PAUSE_S", 0.0)
-        patch.setattr("engine.worker._LOOKUP_BUDGET_SHARE", 0.0)
+        # With some, answers come while the others of the worker run on.
+        patch.setattr("engine.worker._LOOKUP_BUDGET_SHARE", chance.choice([0.0, 50.0]))
         script = site.run(workload.plan, on_turn)
     workload.check(script)
 
@@ -198,6 +199,44 @@ def test_blocks_that_were_reused_after_the_connection_was_lost_are_computed_anew
     assert computed(site.bench) > 30 + 29 + 30
 
 
+# -- a slow daemon -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_others_run_on_while_a_long_prompt_waits_for_its_lookup(
+    monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """It may wait as long as that is little beside computing it; then it hits, or is gone."""
+    monkeypatch.setattr("engine.worker._LOOKUP_BUDGET_SHARE", 1e9)
+    site = Site(Bench(lookup_budget=0.0))
+    warm, other, asker = (
+        make_submit(1, range(30), max_tokens=1),
+        make_submit(2, range(100, 110), max_tokens=60),
+        make_submit(3, range(30), max_tokens=1),
+    )
+    check(site.run([(0, warm)]), [warm])
+    lengths: list[int] = []
+
+    def on_turn() -> None:
+        site.daemon.is_slow = 8 < site.script.turn < 40
+        if site.daemon.is_slow:
+            lengths.append(len(site.script.outputs()[2]))
+        else:
+            site.daemon.answer()
+
+    plan: list[tuple[int, ToWorker]] = [(0, other), (10, asker)]
+    if is_aborted:
+        plan.append((25, Abort(3)))
+    script = site.run(plan, on_turn)
+    assert lengths[-1] > lengths[0] + 20, "the other stream stood still"
+    if is_aborted:
+        assert script.finished[3].reason == "cancelled"
+        check(script, [other])
+    else:
+        check(script, [other, asker])
+        assert script.finished[3].num_cached_tokens == 29
+
+
 # -- hand-off -----------------------------------------------------------------------------------
 
 
@@ -244,7 +283,9 @@ def test_an_acknowledgement_under_a_released_lease_swaps_nothing() -> None:
     site = Site(Bench())
     cache, pool = site.cache, site.bench.pool
     first, second = (Request(make_submit(n, range(8)), BlockTable(pool, BLOCK)) for n in (1, 2))
-    prefix, _ = cache.lookup(first.tokens, 0.0)
+    asked = cache.ask(first.tokens, 0.0, 0.0)
+    assert asked is not None
+    prefix, _ = cache.answer(asked, is_waiting=True) or (None, [])
     assert prefix is not None
     first.table.make_writable(0, 8)
     first.begin(8)

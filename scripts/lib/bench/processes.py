@@ -42,8 +42,11 @@ def adopt_orphans() -> None:
 
 
 def _environment(runtime_dir: Path) -> dict[str, str]:
-    """The caller's without settings of our programs: those measured stand on the command line."""
-    ours = ("CACHEWARMD_", "CACHEWARM_ENGINE_")
+    """The caller's without settings of our programs: those measured stand on the command line.
+
+    And as installed programs start: their modules compiled once.
+    """
+    ours = ("CACHEWARMD_", "CACHEWARM_ENGINE_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**kept, "XDG_RUNTIME_DIR": str(runtime_dir)}
 

@@ -12,8 +12,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from cachewarmd import options
-from cachewarmd.ctl import doctor, exporter, size, snapshots, stats, verbs
+from cachewarmd import options, plan
+from cachewarmd.ctl import (
+    doctor,
+    exporter,
+    learned_plan,
+    simulation,
+    size,
+    snapshots,
+    stats,
+    verbs,
+)
 from cachewarmd.ctl.arguments import argument as _argument
 from cachewarmd.ctl.outcome import (
     EXIT_FAILED,
@@ -24,9 +33,10 @@ from cachewarmd.ctl.outcome import (
     exit_code,
 )
 from cachewarmd.errors import CachewarmError
+from cachewarmd.warmup import MAX_PARALLEL
 
 # Modules that bring verbs: each has `add_verbs(add)`.
-_GROUPS = (stats, exporter, doctor, size)
+_GROUPS = (stats, exporter, doctor, size, learned_plan, simulation)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -136,15 +146,67 @@ def _add_warmup(verb: argparse.ArgumentParser) -> None:
         "--weights-only", action="store_true", help="no prompts (also the default without a file)"
     )
     what.add_argument(
-        "--prompts",
-        type=path,
-        metavar="FILE",
-        help='JSON lines: {"text": "..."}, {"token_ids": [...]} or "text"',
+        "--plan", type=path, metavar="FILE", help="what to compute: TOML or JSON lines (warm-up.md)"
+    )
+    what.add_argument("--prompts", type=path, metavar="FILE", help="the same")
+    verb.add_argument(
+        "--shapes",
+        type=_argument(_lengths),
+        default=[],
+        metavar="LENGTH,...",
+        help="also run at these lengths, on blocks that are not kept",
+    )
+    verb.add_argument(
+        "--iterations",
+        type=_argument(options.integer(1, plan.MAX_ITERATIONS)),
+        default=50,
+        metavar="N",
+        help="of each shape (default: 50)",
+    )
+    verb.add_argument("--pin", action="store_true", help="keep what is computed from eviction")
+    verb.add_argument(
+        "--ttl",
+        type=_argument(options.seconds),
+        metavar="DURATION",
+        help="of the pins (default: until they are unpinned)",
+    )
+    verb.add_argument(
+        "--urgency",
+        choices=tuple(plan.URGENCIES),
+        default="background",
+        help="of items that don't say theirs (default: background)",
+    )
+    verb.add_argument(
+        "--stall-timeout",
+        type=_argument(options.seconds),
+        default=5.0,
+        metavar="DURATION",
+        help="an item without progress for so long is given up (default: 5s)",
+    )
+    verb.add_argument(
+        "--jobs",
+        type=_argument(options.integer(1, MAX_PARALLEL)),
+        default=1,
+        metavar="N",
+        help="items that an engine gets at a time (default: 1)",
+    )
+    verb.add_argument(
+        "--if-version",
+        default="",
+        metavar="VERSION",
+        help="only if the weights are of this version, or their SHA-256 starts with it",
+    )
+    verb.add_argument(
+        "--key", default="", metavar="KEY", help="a job that has this key already is the answer"
     )
     verb.add_argument(
         "--no-wait", action="store_true", help="print the job's number and return at once"
     )
     _add_timeout(verb)
+
+
+def _lengths(text: str) -> list[int]:
+    return [options.integer(1, plan.MAX_SHAPE_LENGTH)(length) for length in text.split(",")]
 
 
 def _wants_json(argv: Sequence[str]) -> bool:

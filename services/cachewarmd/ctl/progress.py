@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 _LINE_EVERY_S = 5.0
+_MAX_LISTED = 50  # items that are not done, for people; JSON has all
+_OPEN = ("running", "pending")
+_NOT_DONE = (pb.ITEM_STATE_FAILED, pb.ITEM_STATE_TIMED_OUT, pb.ITEM_STATE_SKIPPED)
 NO_ENGINE = "waiting for an engine that serves this model"
 
 
@@ -29,12 +32,14 @@ class JobView:
     job: pb.JobProgress = field(default_factory=pb.JobProgress)
     items: dict[int, pb.JobItem] = field(default_factory=dict)
     weights_s: float | None = None
+    num_told: int = 0  # messages
 
     def take(self, progress: pb.JobProgress, seconds: float) -> None:
         """Merge what was told after so many seconds."""
         was_loading = self.job.job_id and not self.job.weights_done
         if was_loading and progress.weights_done and not progress.weights_already_warm:
             self.weights_s = seconds
+        self.num_told += 1
         self.job = progress
         self.items.update((item.index, item) for item in progress.items)
 
@@ -43,9 +48,8 @@ class JobView:
         found: Counter[str] = Counter()
         for item in self.items.values():
             is_warm = item.already_warm and item.state == pb.ITEM_STATE_DONE
-            name = pb.ItemState.Name(item.state).removeprefix("ITEM_STATE_").lower()
-            found["already_warm" if is_warm else name] += 1
-        names = ("done", "already_warm", "failed", "running", "pending", "cancelled")
+            found["already_warm" if is_warm else _state(item)] += 1
+        names = ("done", "already_warm", "failed", "timed_out", "skipped", *_OPEN, "cancelled")
         return {"total": len(self.items), **{name: found[name] for name in names}}
 
     @property
@@ -64,14 +68,38 @@ class JobView:
             for item in self.items.values()
         )
 
+    def _not_done(self) -> list[pb.JobItem]:
+        return [item for _, item in sorted(self.items.items()) if item.state in _NOT_DONE]
+
+    def _shapes(self) -> list[pb.JobItem]:
+        return [item for _, item in sorted(self.items.items()) if item.first_us]
+
     def data(self, seconds: float) -> dict[str, Any]:
         """For JSON: the job, its prompts by state, and how long was waited."""
         failures = [
-            {"index": index, "error": item.detail}
-            for index, item in sorted(self.items.items())
-            if item.state == pb.ITEM_STATE_FAILED
+            {
+                "index": item.index,
+                "name": item.name,
+                "state": _state(item),
+                "error": item.detail,
+            }
+            for item in self._not_done()
         ]
-        prompts = {**self.counts(), "num_tokens": self.num_tokens, "failures": failures}
+        shapes = [
+            {
+                "index": item.index,
+                "name": item.name,
+                "first_us": item.first_us,
+                "last_us": item.last_us,
+            }
+            for item in self._shapes()
+        ]
+        prompts = {
+            **self.counts(),
+            "num_tokens": self.num_tokens,
+            "failures": failures,
+            "shapes": shapes,
+        }
         data = {**job_data(self.job), "prompts": prompts, "seconds": round(seconds, 3)}
         if self.weights_s is not None:
             data["weights"]["seconds"] = round(self.weights_s, 3)
@@ -91,7 +119,24 @@ class JobView:
                 f"{count} {state.replace('_', ' ')}" for state, count in counts.items()
             )
             lines.append(f"prompts: {told}")
+        lines += [
+            f"  {_state(item).replace('_', ' ')}: {_name(item)}: {item.detail}"
+            for item in self._not_done()[:_MAX_LISTED]
+        ]
+        lines += [
+            f"  {_name(item)}: first {human_seconds(item.first_us / 1e6)}, "
+            f"last {human_seconds(item.last_us / 1e6)}"
+            for item in self._shapes()
+        ]
         return "\n".join(map(shown, lines))
+
+
+def _state(item: pb.JobItem) -> str:
+    return pb.ItemState.Name(item.state).removeprefix("ITEM_STATE_").lower()
+
+
+def _name(item: pb.JobItem) -> str:
+    return item.name or f"item {item.index}"
 
 
 class Display(Protocol):
@@ -125,7 +170,7 @@ class Lines:
         self._clock = clock
         self._kind = ""
         self._next = 0.0
-        self._began, self._began_at = 0, 0.0
+        self._began, self._began_at, self._tokens = 0, 0.0, 0
 
     def __enter__(self) -> Lines:
         return self
@@ -138,6 +183,7 @@ class Lines:
         now = self._clock()
         if kind != self._kind:
             self._kind, self._began, self._began_at = kind, done, now
+            self._tokens = view.num_tokens
         elif now < self._next:
             return
         self._next = now + _LINE_EVERY_S
@@ -145,7 +191,11 @@ class Lines:
             return
         speed = (done - self._began) / max(now - self._began_at, 1e-9)
         if speed > 0:
-            text += "" if view.job.weights_done else f", {human_bytes(speed)}/s"
+            if view.job.weights_done:
+                tokens = (view.num_tokens - self._tokens) / max(now - self._began_at, 1e-9)
+                text += f", {tokens:.0f} tokens/s"
+            else:
+                text += f", {human_bytes(speed)}/s"
             text += f", {human_seconds((total - done) / speed)} left"
         self._write(shown(text))
 

@@ -1,22 +1,19 @@
-"""What `warmup` sends: the plan of the installed engine, and the prompts of a file."""
+"""What `warmup` sends: the plan of the installed engine, and the prompts of a plan."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import argparse
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from cachewarmd import protocol
+from cachewarmd import plan, prompt_list
 from cachewarmd.ctl.outcome import UsageError
-from cachewarmd.errors import CachewarmError, ModelFilesError
+from cachewarmd.errors import CachewarmError, InvalidRequestError, ModelFilesError
 from cachewarmd.v1 import control_pb2 as pb
 
 PLAN_GROUP = "cachewarm.pack_plan"
-_ALLOWED = 'one JSON value a line: {"text": "..."}, {"token_ids": [1, 2, ...]} or "text"'
 
 
 def pack_plan(model_dir: Path) -> pb.PackPlan:
@@ -35,63 +32,49 @@ def pack_plan(model_dir: Path) -> pb.PackPlan:
     except (ImportError, AttributeError) as exc:
         raise CachewarmError(f"the engine's {found[0].value} can't be loaded: {exc}") from exc
     try:
-        plan = pb.PackPlan.FromString(plan_for(model_dir))
+        return pb.PackPlan.FromString(plan_for(model_dir))
     except DecodeError as exc:
         raise CachewarmError(f"{found[0].value} gave no pack plan") from exc
     except ValueError as exc:
         raise ModelFilesError(str(exc)) from exc
-    return plan
 
 
-def read_prompts(path: Path) -> Iterator[pb.WarmPrompt]:
-    """Prompts of a JSONL file, in order. Raises UsageError naming file and line."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield _prompt(json.loads(line))
-            except (ValueError, RecursionError) as exc:
-                raise UsageError(f"{path}:{number}: {exc}; allowed is {_ALLOWED}") from exc
+def prompts(args: argparse.Namespace) -> list[pb.WarmPrompt]:
+    """Of the plan and of the command line, which says what items leave open. Raises UsageError."""
+    if args.weights_only:
+        return []
+    found: list[pb.WarmPrompt] = []
+    path = args.plan or args.prompts
+    if path is not None:
+        try:
+            found += plan.load(path).prompts
+        except InvalidRequestError as exc:
+            raise UsageError(str(exc)) from exc
+    for length in args.shapes:
+        shape = pb.Shape(length=length, iterations=args.iterations)
+        found.append(pb.WarmPrompt(shape=shape, name=f"shape-{length}"))
+    if args.ttl is not None and not args.pin:
+        raise UsageError("--ttl: only with --pin")
+    for prompt in found:
+        prompt.urgency = prompt.urgency or plan.URGENCIES[args.urgency]
+        if args.pin and not prompt.pin and not prompt.HasField("shape"):
+            prompt.pin = True
+            prompt.ttl_ms = round(1000 * (args.ttl or 0))
+    return found
 
 
-def _prompt(value: Any) -> pb.WarmPrompt:
-    if isinstance(value, str):
-        value = {"text": value}
-    if not isinstance(value, dict) or value.keys() not in ({"text"}, {"token_ids"}):
-        raise ValueError("not a prompt")
-    if "text" in value:
-        text = value["text"]
-        if not isinstance(text, str) or not text:
-            raise ValueError("text must be a string that is not empty")
-        return pb.WarmPrompt(text=text)
-    ids = value["token_ids"]
-    if not isinstance(ids, list) or not ids or not all(map(_is_token_id, ids)):
-        raise ValueError("token_ids must be a list, not empty, of whole numbers from 0 to 2^32-1")
-    return pb.WarmPrompt(token_ids=pb.TokenIds(ids=ids))
-
-
-def _is_token_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 32
-
-
-def build(model_dir: Path, model_name: str, version: str, prompts_file: Path | None) -> pb.Envelope:
-    """The whole request. Raises UsageError for prompts, also when they are too many for a frame."""
-    prompts = [] if prompts_file is None else list(read_prompts(prompts_file))
-    if not model_dir.is_dir():
-        raise ModelFilesError(f"{model_dir}: no such model directory")
+def build(args: argparse.Namespace, found: list[pb.WarmPrompt]) -> tuple[pb.Envelope, list[int]]:
+    """The whole request, and what goes with it behind the directory: see `prompt_list.put`."""
+    if not args.model.is_dir():
+        raise ModelFilesError(f"{args.model}: no such model directory")
     request = pb.Warmup(
-        model_name=model_name or model_dir.resolve().name,
-        version=version,
-        plan=pack_plan(model_dir),
-        prompts=prompts,
+        model_name=args.model_name or args.model.resolve().name,
+        version=args.model_version,
+        plan=pack_plan(args.model),
+        key=args.key,
+        if_version=args.if_version,
+        stall_timeout_ms=round(1000 * args.stall_timeout),
+        max_parallel=args.jobs,
     )
-    envelope = pb.Envelope(warmup=request)
-    # Some bytes are left for the id and the number of descriptors.
-    size = envelope.ByteSize() + 32
-    if size > protocol.MAX_FRAME_BYTES:
-        raise UsageError(
-            f"{prompts_file}: {len(prompts)} prompts make a request of {size} bytes, at most "
-            f"{protocol.MAX_FRAME_BYTES} are allowed: split the file"
-        )
-    return envelope
+    fds = prompt_list.put(request, found)
+    return pb.Envelope(warmup=request), fds

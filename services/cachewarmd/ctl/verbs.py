@@ -36,6 +36,7 @@ from cachewarmd.v1 import control_pb2 as pb
 CALL_TIMEOUT_S = 10.0
 _VERSION_TIMEOUT_S = 2.0
 _REDRAW_S = 0.25
+_RECONNECT_S = 5.0  # to a daemon that is started again
 
 Verb = Callable[[argparse.Namespace, Output], int]
 
@@ -193,29 +194,31 @@ def version(args: argparse.Namespace, output: Output) -> int:
 
 def warmup(args: argparse.Namespace, output: Output) -> int:
     """Load weights and compute prompts ahead of traffic."""
-    prompts = None if args.weights_only else args.prompts
-    envelope = request.build(args.model, args.model_name, args.model_version, prompts)
-    with connect(args, pb.ROLE_ADMIN) as client:
-        with directory(args.model) as fd:
-            reply, _ = client.call(envelope, CALL_TIMEOUT_S, [fd])
-        job_id = reply.warmup_reply.job_id
-        if not args.no_wait:
-            return _follow(client, job_id, args.timeout, output)
-    output.answer({"job_id": job_id}, lambda console: console.print(job_id))
+    envelope, plan_fds = request.build(args, request.prompts(args))
+    with contextlib.ExitStack() as stack:
+        for fd in plan_fds:
+            stack.callback(os.close, fd)
+        client = stack.enter_context(connect(args, pb.ROLE_ADMIN))
+        fds = [stack.enter_context(directory(args.model)), *plan_fds]
+        told = client.call(envelope, CALL_TIMEOUT_S, fds)[0].warmup_reply
+    if not args.no_wait:
+        return _follow(args, told.job_id, output)
+    data = {"job_id": told.job_id, "is_known": told.is_known}
+    output.answer(data, lambda console: console.print(told.job_id))
     return EXIT_OK
 
 
 def wait(args: argparse.Namespace, output: Output) -> int:
     """Wait for a job."""
-    with connect(args, pb.ROLE_OBSERVER) as client:
-        return _follow(client, args.job, args.timeout, output)
+    return _follow(args, args.job, output)
 
 
-def _follow(client: Client, job_id: int, timeout: float | None, output: Output) -> int:
+def _follow(args: argparse.Namespace, job_id: int, output: Output) -> int:
     view = progress.JobView()
     began = time.monotonic()
     try:
-        _watch(client, job_id, timeout, view)
+        with progress.display() as display:
+            _watch_on(args, job_id, view, display, began)
     except KeyboardInterrupt:
         raise InterruptedByUserError(
             f"detached; job {job_id} goes on (see: cachewarmd-ctl wait {job_id})"
@@ -234,26 +237,55 @@ def _follow(client: Client, job_id: int, timeout: float | None, output: Output) 
     return EXIT_FAILED
 
 
-def _watch(client: Client, job_id: int, timeout: float | None, view: progress.JobView) -> None:
+def _watch_on(
+    args: argparse.Namespace,
+    job_id: int,
+    view: progress.JobView,
+    display: progress.Display,
+    began: float,
+) -> None:
+    """As `_watch`; a daemon that dies is waited for, as the next one goes on with the job."""
+    lost: tuple[float, UnreachableError] | None = None
+    while True:
+        num_told = view.num_told
+        try:
+            with connect(args, pb.ROLE_OBSERVER) as client:
+                _watch(client, job_id, args.timeout, view, display, began)
+            return
+        except UnreachableError as exc:
+            now = time.monotonic()
+            if view.num_told > num_told or lost is None:
+                lost = (now, exc)
+            if not view.num_told or now - lost[0] > _RECONNECT_S:
+                raise lost[1] from None
+        time.sleep(_REDRAW_S)
+
+
+def _watch(
+    client: Client,
+    job_id: int,
+    timeout: float | None,
+    view: progress.JobView,
+    display: progress.Display,
+    began: float,
+) -> None:
     """Show the job until it has ended. Raises TimedOutError, UnreachableError, NotFoundError."""
-    began = time.monotonic()
     events: queue.SimpleQueue[pb.Envelope | None] = queue.SimpleQueue()
     envelope = pb.Envelope(watch_job=pb.WatchJob(job_id=job_id))
     future = client.submit(envelope, on_more=events.put)
     future.add_done_callback(lambda _: events.put(None))
-    with progress.display() as display:
-        while True:
-            event = _next(events)
-            told = future.result()[0] if event is None else event
-            seconds = time.monotonic() - began
-            if told.HasField("job_progress"):
-                view.take(told.job_progress, seconds)
-            if view.job.job_id:
-                display.show(view)
-            if event is None:
-                return
-            if timeout is not None and seconds > timeout:
-                raise TimedOutError(f"job {job_id} has not ended within {timeout:g} s; it goes on")
+    while True:
+        event = _next(events)
+        told = future.result()[0] if event is None else event
+        seconds = time.monotonic() - began
+        if told.HasField("job_progress"):
+            view.take(told.job_progress, seconds)
+        if view.job.job_id:
+            display.show(view)
+        if event is None:
+            return
+        if timeout is not None and seconds > timeout:
+            raise TimedOutError(f"job {job_id} has not ended within {timeout:g} s; it goes on")
 
 
 def _next(events: queue.SimpleQueue[pb.Envelope | None]) -> pb.Envelope | None:

@@ -14,6 +14,7 @@ from scripts.lib.bench.modes import (
     pss,
     restart,
     throughput,
+    warmup_load,
 )
 from scripts.lib.bench.modes.mode import Mode
 
@@ -21,5 +22,6 @@ MODES: tuple[Mode, ...] = (
     *(decode.MODE, prefill.MODE, throughput.MODE, restart.MODE, pss.MODE),
     daemon.MODE,
     daemon_kill.MODE,
+    warmup_load.MODE,
     *(kernels.MODE, attention.MODE, profile.MODE, agreement.MODE),
 )

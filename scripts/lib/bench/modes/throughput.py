@@ -72,7 +72,7 @@ class Burst:
         return [sample.ttft for sample in self.samples]
 
 
-async def _burst(target: str, prompts: list[list[int]], max_tokens: int, timeout_s: float) -> Burst:
+async def burst(target: str, prompts: list[list[int]], max_tokens: int, timeout_s: float) -> Burst:
     """Raises BenchError when a request fails: what is left would be another load."""
     requests = [
         pb.GenerateRequest(
@@ -107,7 +107,7 @@ def _measure(
             say(f"throughput: {count} at once, repetition {repeat + 1} of {flags.repeat} ...")
             drawn = [prompts.ids(flags.prompt_length, 3, repeat, count, i) for i in range(count)]
             with noise:
-                load = _burst(target, drawn, flags.tokens, flags.timeout)
+                load = burst(target, drawn, flags.tokens, flags.timeout)
                 bursts[count].append(uvloop.run(load))
     return bursts
 
