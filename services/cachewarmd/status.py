@@ -87,7 +87,6 @@ def status_now(state: State) -> pb.StatusReply:
             "fds_stored": state.num_fds_kept,
             "fds_not_stored": state.num_fds_not_kept,
             "quarantined": state.quarantine.num_leases,
-            "numa_misplaced_pages": state.num_misplaced_pages(),
         },
         num_jobs_active=sum(1 for job in state.warmer.jobs if not job.is_ended),
     )

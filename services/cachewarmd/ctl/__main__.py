@@ -17,6 +17,7 @@ from cachewarmd.ctl import (
     doctor,
     exporter,
     learned_plan,
+    nodes,
     simulation,
     size,
     snapshots,
@@ -36,7 +37,7 @@ from cachewarmd.errors import CachewarmError
 from cachewarmd.warmup import MAX_PARALLEL
 
 # Modules that bring verbs: each has `add_verbs(add)`.
-_GROUPS = (stats, exporter, doctor, size, learned_plan, simulation)
+_GROUPS = (stats, exporter, doctor, size, learned_plan, simulation, nodes)
 
 
 class _Parser(argparse.ArgumentParser):
