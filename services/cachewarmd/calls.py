@@ -498,7 +498,28 @@ def _shutdown(state: State, client: Client, envelope: pb.Envelope, _: list[int])
 
 
 def _status(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
-    client.reply(envelope.id, status_reply=status_now(state))
+    if state.placement.policy == "off":
+        client.reply(envelope.id, status_reply=status_now(state))
+        return
+    _check_tasks(client)
+
+    async def tell() -> None:
+        found = (await state.surveys.fresh()).num_misplaced
+        reply = status_now(state)
+        if found is not None:
+            reply.counters["numa_misplaced_pages"] = found
+        client.reply(envelope.id, status_reply=reply)
+
+    client.run(envelope.id, "status", tell())
+
+
+def _numa(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:
+    _check_tasks(client)
+
+    async def tell() -> None:
+        client.reply(envelope.id, numa_reply=(await state.surveys.fresh()).reply)
+
+    client.run(envelope.id, "numa", tell())
 
 
 def _check_names(request: pb.AttachWeights | pb.Warmup) -> None:
@@ -549,4 +570,5 @@ HANDLERS: dict[str, Handler] = {
     "kick": _kick,
     "shutdown": _shutdown,
     "status": _status,
+    "numa": _numa,
 }

@@ -52,6 +52,10 @@ class NoSpaceError(CachewarmError):
     code = pb.ERROR_CODE_NO_SPACE
 
 
+class MisplacedError(NoSpaceError):
+    """Memory is not on the NUMA nodes that were asked for, or nobody knows; more is no help."""
+
+
 class NotFoundError(CachewarmError):
     """No such model, job, lease or client."""
 

@@ -2,16 +2,18 @@
 
 A policy is set on a memfd's mapping before its first page is allocated: the kernel keeps it with
 the memory and obeys it whoever allocates, so small and huge pages alike come from the chosen nodes.
-What came of it is looked at, not believed: `misplaced` samples pages and asks where they are.
+What came of it is looked at, not believed: `look` samples pages and asks where they are.
 
 A node without CPUs (CXL memory, say) is a node too, but never chosen unless it is named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cachewarmd.errors import InvalidRequestError
+from cachewarmd.errors import InvalidRequestError, MisplacedError
 from cachewarmd.layout import PAGE_BYTES
 from cachewarmd.options import Kind
 
@@ -42,6 +44,8 @@ class Node:
 
     number: int
     cpus: tuple[int, ...]
+    total_bytes: int = 0
+    free_bytes: int = 0
 
 
 class Kernel(Protocol):
@@ -94,23 +98,31 @@ def parse_list(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def _shown(numbers: tuple[int, ...]) -> str | None:
+def shown(numbers: tuple[int, ...]) -> str | None:
+    """The other way; None for no numbers."""
     return ",".join(map(str, numbers)) or None
 
 
-NODES = Kind(parse_list, "node numbers, such as 0,2 or 0-1", show=_shown)
+NODES = Kind(parse_list, "node numbers, such as 0,2 or 0-1", show=shown)
 
 
 def topology(root: Path = DEFAULT_ROOT) -> list[Node]:
     """The nodes that are online; empty where the kernel knows none."""
     try:
         numbers = parse_list((root / "online").read_text())
-        return [
-            Node(number, parse_list((root / f"node{number}" / "cpulist").read_text()))
-            for number in numbers
-        ]
+        return [_node(root / f"node{number}", number) for number in numbers]
     except (OSError, ValueError):
         return []
+
+
+def _node(folder: Path, number: int) -> Node:
+    cpus = parse_list((folder / "cpulist").read_text())
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in (folder / "meminfo").read_text().splitlines():
+            _, _, name, size, *_ = line.split()  # Node 0 MemTotal: 16384 kB
+            sizes[name] = int(size) << 10
+    return Node(number, cpus, sizes.get("MemTotal:", 0), sizes.get("MemFree:", 0))
 
 
 class Placement:
@@ -154,13 +166,13 @@ class Placement:
             return f"numa {self.policy} on nodes {list(self.nodes)}: mbind: {exc.strerror}"
         return ""
 
-    def misplaced(self, memory: npt.NDArray[np.uint8]) -> tuple[int, int]:
-        """How many of how many sampled pages of allocated memory lie on none of the nodes.
+    def look(self, memory: npt.NDArray[np.uint8]) -> Counter[int]:
+        """How many of at most MAX_SAMPLES pages of allocated memory lie on which node.
 
         Raises OSError where the kernel does not tell.
         """
-        if self._is_default or not memory.nbytes:
-            return 0, 0
+        if not memory.nbytes:
+            return Counter()
         num_pages = -(-memory.nbytes // PAGE_BYTES)
         step = -(-num_pages // MAX_SAMPLES) * PAGE_BYTES
         offsets = range(0, memory.nbytes, step)
@@ -168,5 +180,24 @@ class Placement:
             memory[offset]  # the kernel only tells of pages that are in our page table
         first = memory.ctypes.data
         found = self._kernel.nodes_of([first + offset for offset in offsets])
-        known = [node for node in found if node >= 0]
-        return sum(1 for node in known if node not in self.nodes), len(known)
+        return Counter(node for node in found if node >= 0)
+
+    def num_misplaced(self, seen: Counter[int]) -> int:
+        """Pages of those seen that lie on none of the nodes."""
+        if self._is_default:
+            return 0
+        return sum(count for node, count in seen.items() if node not in self.nodes)
+
+    def check(self, memory: npt.NDArray[np.uint8], what: str) -> None:
+        """Raises MisplacedError for memory on other nodes, and where the kernel does not tell."""
+        if self._is_default:
+            return
+        try:
+            num_misplaced = self.num_misplaced(self.look(memory))
+        except OSError as exc:
+            raise MisplacedError(f"numa {self.policy}: move_pages: {exc.strerror}") from exc
+        if num_misplaced:
+            raise MisplacedError(
+                f"numa {self.policy}: {num_misplaced} sampled pages of {what} lie on other nodes "
+                f"than {list(self.nodes)}"
+            )

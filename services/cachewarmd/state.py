@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Set
+from collections.abc import Coroutine, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cachewarmd import (
     fdstore,
@@ -32,6 +34,7 @@ from cachewarmd.errors import (
     CachewarmError,
     InternalError,
     InvalidRequestError,
+    MisplacedError,
     NoSpaceError,
     NotFoundError,
 )
@@ -48,6 +51,7 @@ from cachewarmd.pool import Memfds, Pool
 from cachewarmd.prompts import Prompts
 from cachewarmd.quarantine import Quarantine
 from cachewarmd.snapshots import Snapshots
+from cachewarmd.survey import Surveys
 from cachewarmd.traffic import Traffic
 from cachewarmd.v1 import control_pb2 as pb
 from cachewarmd.warmup import Warmer
@@ -146,11 +150,11 @@ class State:
         self._catalog = self._open_catalog()
         before = self._catalog.content
         adopted = self._adoptable(before)
-        self._placement = numa.Placement(config.numa, config.numa_nodes)
+        self.placement = numa.Placement(config.numa, config.numa_nodes)
         self.pool, is_clean = self._open_pool(epoch, adopted)
-        self._numa_refusal = self._placement.apply(self.pool.memory)
-        if self._numa_refusal:
-            _log.warning("pool_not_placed", reason=self._numa_refusal)
+        self.numa_refusal = self.placement.apply(self.pool.memory)
+        if self.numa_refusal:
+            _log.warning("pool_not_placed", reason=self.numa_refusal)
         self.epoch = int(self.pool.header["epoch"][0])
         self.may_lock = self._may_lock()
         if adopted is None:
@@ -170,6 +174,7 @@ class State:
         if adopted is not None:
             self._restore_pins(before.get("pins", []))
         self.lease_table = table
+        self.surveys = Surveys(self.placement, self.numa_refusal, self._regions)
         self.weights = WeightStore(
             self._budget,
             lambda digest: self.num_users(digest) > 0,
@@ -324,31 +329,32 @@ class State:
             raise NoSpaceError("the pool can't be kept for the next daemon: the fd store is full")
 
     def _check_placement(self) -> None:
-        if self._numa_refusal:
-            raise NoSpaceError(self._numa_refusal)
-        if num_misplaced := self._placement.misplaced(self.pool.committed)[0]:
-            raise NoSpaceError(
-                f"numa {self.config.numa}: {num_misplaced} sampled pages of the pool lie on other "
-                f"nodes than {list(self._placement.nodes)}"
-            )
+        if self.numa_refusal:
+            raise MisplacedError(self.numa_refusal)
+        self.placement.check(self.pool.committed, "the pool")
 
-    def _place_weights(self, fd: int, size: int) -> None:
-        if why := self._placement.apply(segment.map_memory(fd, size, writable=True)):
+    @contextlib.contextmanager
+    def _place_weights(self, fd: int, size: int) -> Iterator[None]:
+        """Around the allocation. Raises MisplacedError under `strict`."""
+        memory = segment.map_memory(fd, size, writable=True)
+        if why := self.placement.apply(memory):
+            if self.config.strict:
+                raise MisplacedError(why)
             _log.warning("weights_not_placed", reason=why)
+        yield
+        if self.config.strict:
+            self.placement.check(memory, "the weights")
 
-    def num_misplaced_pages(self) -> int:
-        """Of those sampled in pool and weights; 0 where the kernel does not tell."""
-        found = [self.pool.committed]
+    def _regions(self) -> list[tuple[str, npt.NDArray[np.uint8]]]:
+        """Shared memory by name: the pool, and weights by their digest."""
+        found = [("pool", self.pool.committed)]
         for one in self.weights.segments:
             fd = segment.reopen_readonly(one.fd)
             try:
-                found.append(segment.map_memory(fd, one.size))
+                found.append((one.weights_sha256.hex(), segment.map_memory(fd, one.size)))
             finally:
                 os.close(fd)
-        try:
-            return sum(self._placement.misplaced(memory)[0] for memory in found)
-        except OSError:
-            return 0
+        return found
 
     def lock_committed(self) -> None:
         """Lock what the pool has by now; the first refusal ends it, with a warning."""

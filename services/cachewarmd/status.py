@@ -91,7 +91,6 @@ def status_now(state: State) -> pb.StatusReply:
             "prompt_misses": state.prompts.num_misses,
             "prompt_doubtful": state.prompts.num_doubtful,
             "quarantined": state.quarantine.num_leases,
-            "numa_misplaced_pages": state.num_misplaced_pages(),
         },
         num_jobs_active=sum(1 for job in state.warmer.jobs if not job.is_ended),
         num_pins=len(state.pins),

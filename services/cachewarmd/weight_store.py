@@ -12,11 +12,18 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from cachewarmd import weights
 from cachewarmd.budget import Budget
-from cachewarmd.errors import InternalError, ModelFilesError, NoSpaceError, ShuttingDownError
+from cachewarmd.errors import (
+    InternalError,
+    MisplacedError,
+    ModelFilesError,
+    NoSpaceError,
+    ShuttingDownError,
+)
 from cachewarmd.huge_pages import Huge, make_huge, rounded
 from cachewarmd.log import get_logger
 from cachewarmd.v1 import control_pb2 as pb
@@ -77,7 +84,7 @@ class WeightStore:
         on_superseded: Callable[[frozenset[bytes]], None] = lambda digests: None,
         read: weights.Reader = weights.read_files,
         on_change: Callable[[], None] = lambda: None,
-        place: Callable[[int, int], None] = lambda fd, size: None,
+        place: Callable[[int, int], AbstractContextManager[None]] = lambda fd, size: nullcontext(),
     ) -> None:
         self._budget = budget
         self._is_used = is_used
@@ -288,8 +295,8 @@ class WeightStore:
         """Load in a thread; what is not needed makes room."""
 
         def allocate(fd: int, size: int, tell: Callable[[int], None]) -> Huge:
-            self._place(fd, size)
-            return self._budget.allocate(fd, size, f"weights of {model.name}", tell)
+            with self._place(fd, size):
+                return self._budget.allocate(fd, size, f"weights of {model.name}", tell)
 
         while True:
             try:
@@ -303,6 +310,8 @@ class WeightStore:
                     follow=model.follow_links,
                     read=self._read_files,
                 )
+            except MisplacedError:
+                raise  # more room does not help
             except NoSpaceError:
                 if not self._drop_one_for(rounded(model.plan.segment_bytes)):
                     raise

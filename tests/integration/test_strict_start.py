@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cachewarmd import numa
+from cachewarmd.ctl import __main__ as ctl
 from tests.daemon import NOBODY, Daemon, StartFailedError, wait_until
 
 MIB = 1 << 20
@@ -91,21 +94,49 @@ def test_what_can_not_be_kept_is_counted_and_under_strict_no_start(short_dir: Pa
 
 @pytest.mark.skipif(not numa.topology(), reason="the kernel knows no NUMA nodes")
 def test_pool_on_the_wrong_node_is_seen_and_under_strict_no_start(
-    short_dir: Path,
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A policy that came too late or did nothing must not be believed."""
     node = numa.topology()[0].number
     bound = ["--numa=bind", f"--numa-nodes={node}"]
     with Daemon(short_dir / "a", "64MiB", bound) as daemon:
         assert daemon.status().counters["numa_misplaced_pages"] == 0
+        code, told = _numa(daemon, capsys)
+        assert (code, told["policy"], told["refusal"]) == (0, "bind", "")
+        assert [n["number"] for n in told["nodes"] if n["is_wanted"]] == [node]
+        assert [(r["name"], r["num_misplaced"]) for r in told["regions"]] == [("pool", 0)]
+        assert told["regions"][0]["node_bytes"] == {str(node): told["regions"][0]["num_bytes"]}
     elsewhere = (
         "import cachewarmd.numa as n; n.Linux.nodes_of = lambda self, pages: [99] * len(pages)"
     )
     with Daemon(short_dir / "b", "64MiB", bound, prelude=elsewhere) as daemon:
         assert daemon.status().counters["numa_misplaced_pages"] > 0
+        assert _numa(daemon, capsys)[0] == 3
     prelude = "\n".join((elsewhere, NO_HUGE_PAGES.replace("'not here'", "''")))
     strict = Daemon(short_dir / "c", "64MiB", ["--strict", "--lock=off", *bound], prelude=prelude)
     assert "pages of the pool lie on other nodes" in refused(strict)
+
+
+@pytest.mark.skipif(not numa.topology(), reason="the kernel knows no NUMA nodes")
+def test_where_nobody_can_look_nothing_is_claimed(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The counter is absent, `numa` quotes the kernel, and under strict there is no start."""
+    bound = ["--numa=bind", f"--numa-nodes={numa.topology()[0].number}"]
+    silent = "import cachewarmd.numa as n\ndef no(*_): raise OSError(1, 'not here')\n"
+    silent += "n.Linux.nodes_of = no"
+    with Daemon(short_dir / "a", "64MiB", bound, prelude=silent) as daemon:
+        assert "numa_misplaced_pages" not in daemon.status().counters
+        code, told = _numa(daemon, capsys)
+        assert (code, told["refusal"]) == (3, "move_pages: not here")
+    prelude = "\n".join((silent, NO_HUGE_PAGES.replace("'not here'", "''")))
+    strict = Daemon(short_dir / "b", "64MiB", ["--strict", "--lock=off", *bound], prelude=prelude)
+    assert "move_pages: not here" in refused(strict)
+
+
+def _numa(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = ctl.main(["--socket", str(daemon.socket), "numa", "-o", "json"])
+    return code, json.loads(capsys.readouterr().out)
 
 
 def test_pool_is_filled_no_faster_than_told(short_dir: Path) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from cachewarmd import numa, segment
-from cachewarmd.errors import InvalidRequestError
+from cachewarmd.errors import InvalidRequestError, MisplacedError
 from cachewarmd.huge_pages import populate
 from cachewarmd.numa import Node, Placement
 from cachewarmd.options import OptionError
@@ -94,15 +94,37 @@ def test_policy_reaches_the_kernel(
     memory = _memory(MIB)
     assert placement.apply(memory) == ""
     assert kernel.calls == [call]
-    num_misplaced, num_sampled = placement.misplaced(memory)
-    assert (num_misplaced, num_sampled) == (0, MIB // 4096)
+    seen = placement.look(memory)
+    assert (placement.num_misplaced(seen), seen.total()) == (0, MIB // 4096)
+    placement.check(memory, "the pool")
 
 
 def test_pages_on_another_node_are_seen(tree: Path) -> None:
     """What was allocated before the policy was set stays where it is, and counts."""
     placement = Placement("bind", (1,), root=tree, kernel=TwoNodes())
     memory = _memory(MIB)
-    assert placement.misplaced(memory) == (256, 256)
+    assert placement.num_misplaced(placement.look(memory)) == 256
+    with pytest.raises(MisplacedError, match=r"256 sampled pages of the pool .* than \[1\]"):
+        placement.check(memory, "the pool")
+
+
+def test_kernel_that_does_not_tell_is_no_proof(tree: Path) -> None:
+    """A check that can't look raises, rather than find nothing wrong."""
+
+    class Silent(TwoNodes):
+        def nodes_of(self, addresses: Sequence[int]) -> list[int]:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    placement = Placement("bind", (1,), root=tree, kernel=Silent())
+    with pytest.raises(MisplacedError, match="move_pages: Operation not permitted"):
+        placement.check(_memory(MIB), "the pool")
+
+
+def test_memory_of_a_node_is_read(tree: Path) -> None:
+    """In bytes, where the kernel has them in kB."""
+    text = "Node 0 MemTotal:  64 kB\nNode 0 MemFree:  16 kB\n"
+    (tree / "node0" / "meminfo").write_text(text)
+    assert numa.topology(tree)[0] == Node(0, (0, 1, 4), 64 << 10, 16 << 10)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
@@ -119,7 +141,8 @@ def test_off_asks_nothing(tree: Path) -> None:
     placement = Placement(root=tree, kernel=kernel)
     memory = _memory(MIB)
     assert placement.apply(memory) == ""
-    assert placement.misplaced(memory) == (0, 0)
+    placement.check(memory, "the pool")
+    assert placement.num_misplaced(placement.look(memory)) == 0
     assert kernel.calls == []
 
 
@@ -132,7 +155,7 @@ def test_this_kernel_obeys(policy: str) -> None:
     memory = _memory(4 * MIB)
     assert placement.apply(memory) == ""
     populate(memory)
-    assert placement.misplaced(memory) == (0, 256)
+    assert placement.look(memory) == {node: 256}
 
 
 def test_real_mbind_refuses_a_node_that_is_not_there() -> None:

@@ -1,7 +1,7 @@
 """`cachewarmd-ctl`: what operators and scripts ask of the daemon.
 
-Exit status: 0 ok, 1 failed, 2 usage, 3 not warm, 4 unknown model or job, 5 daemon unreachable,
-6 timed out, 7 not permitted, 130 interrupted.
+Exit status: 0 ok, 1 failed, 2 usage, 3 not warm or degraded, 4 unknown model or job,
+5 daemon unreachable, 6 timed out, 7 not permitted, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from cachewarmd import options, plan
-from cachewarmd.ctl import doctor, learned_plan, pins, simulation, size, snapshots, stats, verbs
+from cachewarmd.ctl import (
+    doctor,
+    exporter,
+    learned_plan,
+    nodes,
+    pins,
+    simulation,
+    size,
+    snapshots,
+    stats,
+    verbs,
+)
 from cachewarmd.ctl.arguments import argument as _argument
 from cachewarmd.ctl.outcome import (
     EXIT_FAILED,
@@ -27,7 +38,7 @@ from cachewarmd.errors import CachewarmError
 from cachewarmd.warmup import MAX_PARALLEL
 
 # Modules that bring verbs: each has `add_verbs(add)`.
-_GROUPS = (stats, doctor, size, learned_plan, simulation, pins)
+_GROUPS = (stats, exporter, doctor, size, learned_plan, simulation, pins, nodes)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -74,7 +74,7 @@ ITEM_STATE_TIMED_OUT: ItemState
 ITEM_STATE_SKIPPED: ItemState
 
 class Envelope(_message.Message):
-    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "reattach", "reattach_reply", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job", "snapshot_save", "snapshot_load", "snapshot_reply", "verify", "verify_reply", "work_progress", "kick", "pin", "pin_reply", "unpin", "pins", "pins_reply", "purge", "unpin_reply", "warm_item_cancel", "get_prompts", "get_prompts_reply", "put_prompts", "learned", "learned_reply")
+    __slots__ = ("id", "more", "num_fds", "hello", "hello_reply", "error", "ok", "attach_weights", "attach_progress", "attach_weights_reply", "register", "register_reply", "peek", "peek_reply", "lookup", "lookup_reply", "publish", "publish_reply", "release", "provide", "warm_item", "warm_item_update", "reattach", "reattach_reply", "status", "status_reply", "warmup", "warmup_reply", "watch_job", "job_progress", "is_warm", "is_warm_reply", "evict", "evict_reply", "shutdown", "jobs", "jobs_reply", "cancel_job", "snapshot_save", "snapshot_load", "snapshot_reply", "verify", "verify_reply", "work_progress", "kick", "pin", "pin_reply", "unpin", "pins", "pins_reply", "purge", "unpin_reply", "warm_item_cancel", "get_prompts", "get_prompts_reply", "put_prompts", "numa", "numa_reply", "learned", "learned_reply")
     ID_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     NUM_FDS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,8 @@ class Envelope(_message.Message):
     GET_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     GET_PROMPTS_REPLY_FIELD_NUMBER: _ClassVar[int]
     PUT_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUMA_FIELD_NUMBER: _ClassVar[int]
+    NUMA_REPLY_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
     LEARNED_REPLY_FIELD_NUMBER: _ClassVar[int]
     id: int
@@ -189,9 +191,11 @@ class Envelope(_message.Message):
     get_prompts: GetPrompts
     get_prompts_reply: GetPromptsReply
     put_prompts: PutPrompts
+    numa: Numa
+    numa_reply: NumaReply
     learned: Learned
     learned_reply: LearnedReply
-    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., reattach: _Optional[_Union[Reattach, _Mapping]] = ..., reattach_reply: _Optional[_Union[ReattachReply, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ..., snapshot_save: _Optional[_Union[SnapshotSave, _Mapping]] = ..., snapshot_load: _Optional[_Union[SnapshotLoad, _Mapping]] = ..., snapshot_reply: _Optional[_Union[SnapshotReply, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., verify_reply: _Optional[_Union[VerifyReply, _Mapping]] = ..., work_progress: _Optional[_Union[WorkProgress, _Mapping]] = ..., kick: _Optional[_Union[Kick, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., pin_reply: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., pins_reply: _Optional[_Union[PinsReply, _Mapping]] = ..., purge: _Optional[_Union[Purge, _Mapping]] = ..., unpin_reply: _Optional[_Union[UnpinReply, _Mapping]] = ..., warm_item_cancel: _Optional[_Union[WarmItemCancel, _Mapping]] = ..., get_prompts: _Optional[_Union[GetPrompts, _Mapping]] = ..., get_prompts_reply: _Optional[_Union[GetPromptsReply, _Mapping]] = ..., put_prompts: _Optional[_Union[PutPrompts, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., learned_reply: _Optional[_Union[LearnedReply, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., more: _Optional[bool] = ..., num_fds: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_reply: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[ErrorReply, _Mapping]] = ..., ok: _Optional[_Union[Ok, _Mapping]] = ..., attach_weights: _Optional[_Union[AttachWeights, _Mapping]] = ..., attach_progress: _Optional[_Union[AttachProgress, _Mapping]] = ..., attach_weights_reply: _Optional[_Union[AttachWeightsReply, _Mapping]] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., register_reply: _Optional[_Union[RegisterReply, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., peek_reply: _Optional[_Union[PeekReply, _Mapping]] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., lookup_reply: _Optional[_Union[LookupReply, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., publish_reply: _Optional[_Union[PublishReply, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., provide: _Optional[_Union[Provide, _Mapping]] = ..., warm_item: _Optional[_Union[WarmItem, _Mapping]] = ..., warm_item_update: _Optional[_Union[WarmItemUpdate, _Mapping]] = ..., reattach: _Optional[_Union[Reattach, _Mapping]] = ..., reattach_reply: _Optional[_Union[ReattachReply, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., status_reply: _Optional[_Union[StatusReply, _Mapping]] = ..., warmup: _Optional[_Union[Warmup, _Mapping]] = ..., warmup_reply: _Optional[_Union[WarmupReply, _Mapping]] = ..., watch_job: _Optional[_Union[WatchJob, _Mapping]] = ..., job_progress: _Optional[_Union[JobProgress, _Mapping]] = ..., is_warm: _Optional[_Union[IsWarm, _Mapping]] = ..., is_warm_reply: _Optional[_Union[IsWarmReply, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., evict_reply: _Optional[_Union[EvictReply, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., jobs: _Optional[_Union[Jobs, _Mapping]] = ..., jobs_reply: _Optional[_Union[JobsReply, _Mapping]] = ..., cancel_job: _Optional[_Union[CancelJob, _Mapping]] = ..., snapshot_save: _Optional[_Union[SnapshotSave, _Mapping]] = ..., snapshot_load: _Optional[_Union[SnapshotLoad, _Mapping]] = ..., snapshot_reply: _Optional[_Union[SnapshotReply, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., verify_reply: _Optional[_Union[VerifyReply, _Mapping]] = ..., work_progress: _Optional[_Union[WorkProgress, _Mapping]] = ..., kick: _Optional[_Union[Kick, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., pin_reply: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., pins_reply: _Optional[_Union[PinsReply, _Mapping]] = ..., purge: _Optional[_Union[Purge, _Mapping]] = ..., unpin_reply: _Optional[_Union[UnpinReply, _Mapping]] = ..., warm_item_cancel: _Optional[_Union[WarmItemCancel, _Mapping]] = ..., get_prompts: _Optional[_Union[GetPrompts, _Mapping]] = ..., get_prompts_reply: _Optional[_Union[GetPromptsReply, _Mapping]] = ..., put_prompts: _Optional[_Union[PutPrompts, _Mapping]] = ..., numa: _Optional[_Union[Numa, _Mapping]] = ..., numa_reply: _Optional[_Union[NumaReply, _Mapping]] = ..., learned: _Optional[_Union[Learned, _Mapping]] = ..., learned_reply: _Optional[_Union[LearnedReply, _Mapping]] = ...) -> None: ...
 
 class Ok(_message.Message):
     __slots__ = ()
@@ -851,6 +855,57 @@ class Shutdown(_message.Message):
     ONLY_IF_UNUSED_FIELD_NUMBER: _ClassVar[int]
     only_if_unused: bool
     def __init__(self, only_if_unused: _Optional[bool] = ...) -> None: ...
+
+class Numa(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NumaNode(_message.Message):
+    __slots__ = ("number", "cpus", "total_bytes", "free_bytes", "is_wanted")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    cpus: str
+    total_bytes: int
+    free_bytes: int
+    is_wanted: bool
+    def __init__(self, number: _Optional[int] = ..., cpus: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., is_wanted: _Optional[bool] = ...) -> None: ...
+
+class NumaRegion(_message.Message):
+    __slots__ = ("name", "num_bytes", "num_sampled", "num_misplaced", "node_bytes")
+    class NodeBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MISPLACED_FIELD_NUMBER: _ClassVar[int]
+    NODE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_bytes: int
+    num_sampled: int
+    num_misplaced: int
+    node_bytes: _containers.ScalarMap[int, int]
+    def __init__(self, name: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_sampled: _Optional[int] = ..., num_misplaced: _Optional[int] = ..., node_bytes: _Optional[_Mapping[int, int]] = ...) -> None: ...
+
+class NumaReply(_message.Message):
+    __slots__ = ("policy", "nodes", "regions", "refusal")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    nodes: _containers.RepeatedCompositeFieldContainer[NumaNode]
+    regions: _containers.RepeatedCompositeFieldContainer[NumaRegion]
+    refusal: str
+    def __init__(self, policy: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NumaNode, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[NumaRegion, _Mapping]]] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ()
