@@ -38,6 +38,8 @@ def check(stamp: StampInfo, request: pb.Lookup) -> None:
 
 def count(traffic: Traffic, stamp: StampInfo, request: pb.Lookup, *, keeps_ids: bool) -> None:
     """A lookup came. Microseconds, whatever its length."""
+    if request.is_prefill_only:
+        return
     group: Group = (stamp.stamp, "", None)
     if keeps_ids:
         salt = request.cache_salt if request.HasField("cache_salt") else None

@@ -263,7 +263,8 @@ class Scheduler:
     ) -> list[ScheduledChunk]:
         """What to compute next, oldest first; its private blocks are allocated.
 
-        Background prompts get what others leave of the chunk, and at most `background_tokens`.
+        Background prompts get what others leave of the chunk, but at least a token, and at most
+        `background_tokens`.
         `blocks_will_return`: some blocks are on their way to the daemon and free again soon, so
         that a sequence that finds none sits out rather than loses its seat.
         """
@@ -276,7 +277,8 @@ class Scheduler:
             start = sequence.num_computed
             wanted = budget if sequence.is_prefilling else 1
             if sequence.is_background:
-                wanted = min(wanted, background)
+                # Also where prompts of others take all: it must not look as if it were stuck.
+                wanted = min(max(wanted, 1), background)
             end = min(start + wanted, len(sequence.tokens))
             if end == start or not self._make_room(sequence, end, blocks_will_return):
                 continue

@@ -127,6 +127,8 @@ class SharedCache:
         wait_s: float,
         limit_s: float,
         domain: tuple[str, str | None] = ("", None),
+        *,
+        is_prefill_only: bool = False,
     ) -> Lookup | None:
         """Look for the longest sealed prefix of `tokens`; None = no daemon: stay private.
 
@@ -141,6 +143,7 @@ class SharedCache:
         rest = tokens[len(keys) * self._block_size :]
         tails = tail_keys(keys[-1] if keys else root, rest)
         request = pb.Lookup(stamp_id=link.stamp_id, keys=b"".join(keys), tail_keys=b"".join(tails))
+        request.is_prefill_only = is_prefill_only
         word = link.pool.change_word  # before anything is leased: what changes after it is seen
         num_ids = len(keys) * self._block_size
         if link.wants_token_ids and num_ids <= _MAX_TOLD_IDS:

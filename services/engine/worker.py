@@ -234,7 +234,14 @@ class Worker:
         limit = max(budget, _LOOKUP_BUDGET_SHARE * estimate)
         # A daemon that keeps one waiting costs the others that budget once, not once for each.
         is_slow = any(state.lookup is not None for state in self._states.values())
-        return cache.ask(sequence.tokens, 0.0 if is_slow else budget, limit, sequence.submit.domain)
+        submit = sequence.submit
+        return cache.ask(
+            sequence.tokens,
+            0.0 if is_slow else budget,
+            limit,
+            submit.domain,
+            is_prefill_only=not submit.max_tokens,
+        )
 
     def _take_seat(self, sequence: Sequence, state: AttemptState) -> None:
         """Go on from what another running sequence has of the same tokens, if that is more."""

@@ -59,3 +59,23 @@ def test_a_fresh_pool_is_warm_after_a_plan_made_from_traffic(
     with Daemon(short_dir / "b") as daemon, Engine(m_rand_dir, daemon.socket) as engine:
         warm(daemon, m_rand_dir, prompts)
         assert cached(engine, [*template, *make_prompt(20, 99)]) == len(template)
+
+
+def test_warming_up_teaches_nothing(
+    short_dir: Path, m_rand_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a plan would confirm itself."""
+    prompt = make_prompt(3 * BLOCK, 1)
+    items = [control_pb2.WarmPrompt(token_ids=control_pb2.TokenIds(ids=prompt))]
+    with (
+        Daemon(short_dir / "a", extra=["--learn", "ids"]) as daemon,
+        Engine(m_rand_dir, daemon.socket) as engine,
+    ):
+        for _ in range(3):
+            warm(daemon, m_rand_dir, items)
+        assert main(["--socket", str(daemon.socket), "plan"]) == 0
+        assert "token_ids" not in capsys.readouterr().out
+        for _ in range(3):
+            cached(engine, prompt)
+        assert main(["--socket", str(daemon.socket), "plan"]) == 0
+        assert "token_ids" in capsys.readouterr().out

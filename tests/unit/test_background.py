@@ -61,6 +61,13 @@ def test_background_prompts_get_what_they_are_given_and_only_what_others_leave()
         chunks = scheduler.schedule(False, given)
         assert [c.end - c.start for c in chunks] == expected
         assert chunks[0].sequence is prompt
+    warm_only_one = run(4, 30, 3)
+    prompt.num_prefill, prompt.num_computed = 30, 0
+    prompt.tokens += range(900, 918)
+    chunks = scheduler.schedule(False, 1)
+    assert [c.end - c.start for c in chunks] == [16, 1], "the prompt takes all, and yet"
+    scheduler.finish(warm_only_one)
+    prompt.num_prefill, prompt.tokens = 12, prompt.tokens[:12]
     prompt.num_computed = 11
     chunks = scheduler.schedule(False, 5)
     assert [(c.sequence, c.end - c.start) for c in chunks] == [(prompt, 1), (warm, 5)]

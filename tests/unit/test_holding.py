@@ -39,7 +39,7 @@ def test_what_is_counted_is_what_the_leases_keep(seed: int) -> None:
                 case 3 if leases:
                     store.release(leases.pop(chance.randrange(len(leases))))
                 case 4 if store._index and chance.random() < 0.2:
-                    store.poison(chance.choice(list(store._index.values())))
+                    store.poison(chance.choice(list(store._index.values())), "scrub")
                 case 5 if chance.random() < 0.2:
                     store.retire({WEIGHTS})
                     made.check()

@@ -103,7 +103,7 @@ def test_a_pin_of_poisoned_blocks_ends(harness: Harness) -> None:
     pins, _ = make_pins(harness)
     harness.seal_free(full(1, 2))
     pins.add(harness.block(key_of(full(1, 2))))
-    harness.store.poison(harness.block(key_of(full(1))))
+    harness.store.poison(harness.block(key_of(full(1))), "scrub")
     assert pins.num_bytes == 0
     assert pins.end_over() == 1
     harness.check()

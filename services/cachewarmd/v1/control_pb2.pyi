@@ -356,20 +356,22 @@ class Block(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Lookup(_message.Message):
-    __slots__ = ("stamp_id", "keys", "tail_keys", "token_ids", "tenant", "cache_salt")
+    __slots__ = ("stamp_id", "keys", "tail_keys", "token_ids", "tenant", "cache_salt", "is_prefill_only")
     STAMP_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TAIL_KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    IS_PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
     stamp_id: int
     keys: bytes
     tail_keys: bytes
     token_ids: bytes
     tenant: str
     cache_salt: str
-    def __init__(self, stamp_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., tail_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    is_prefill_only: bool
+    def __init__(self, stamp_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., tail_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., is_prefill_only: _Optional[bool] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("lease", "blocks")
