@@ -372,7 +372,12 @@ class Front:
                 except TokenizerError as exc:
                     raise InvalidParameterError([("text", str(exc))]) from exc
             case "token_ids":
-                return list(prompt.token_ids.ids)
+                ids, size = list(prompt.token_ids.ids), self._state.model.vocab_size
+                if (worst := max(ids, default=0)) >= size:
+                    raise InvalidParameterError(
+                        [("token_ids", f"{worst} is not allowed: ids below {size}")]
+                    )
+                return ids
             case "chat":
                 return await self._chat.encode(
                     messages_of(prompt.chat),

@@ -259,11 +259,15 @@ def messages_of(prompt: pb.ChatPrompt) -> list[tuple[str, str]]:
     """(role, content) pairs. Raises InvalidParameterError."""
     try:
         told = json.loads(prompt.messages_json)
-        pairs = [(message["role"], message["content"]) for message in told]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pairs = []
-    if not pairs or not all(isinstance(part, str) for pair in pairs for part in pair):
-        raise errors.InvalidParameterError(
-            [("messages", "a list of objects with role and content, both texts, is allowed")]
-        )
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, list) or not told:
+        raise errors.InvalidParameterError([("messages", "a list of objects is allowed")])
+    pairs = []
+    for place, message in enumerate(told):
+        parts = [message.get(n) for n in ("role", "content")] if isinstance(message, dict) else []
+        if not parts or not all(isinstance(part, str) for part in parts):
+            allowed = "an object with role and content, both texts, is allowed"
+            raise errors.InvalidParameterError([(f"messages[{place}]", allowed)])
+        pairs.append((str(parts[0]), str(parts[1])))
     return pairs
