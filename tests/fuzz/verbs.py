@@ -242,7 +242,8 @@ def make() -> Target:
         _message(9, pb.Envelope(id=10, snapshot_save=pb.SnapshotSave(name="s"))),
         _message(9, pb.Envelope(id=11, snapshot_load=pb.SnapshotLoad())),
         _message(0, pb.Envelope(id=12, verify=pb.Verify())),
-        _message(0, pb.Envelope(id=13, shutdown=pb.Shutdown())),
+        _message(0, pb.Envelope(id=13, numa=pb.Numa())),
+        _message(0, pb.Envelope(id=14, shutdown=pb.Shutdown())),
     ]
     seeds = [b"".join(said) for said in (engine, engine[:3], front, admin, admin[:3])]
     return Target(check, seeds, plant)
