@@ -254,6 +254,7 @@ def make() -> Target:
         _message(0, pb.Envelope(id=15, pins=pb.Pins())),
         _message(0, pb.Envelope(id=16, unpin=pb.Unpin(all=True))),
         _message(0, pb.Envelope(id=17, purge=pb.Purge())),
+        _message(0, pb.Envelope(id=18, numa=pb.Numa())),
         _message(0, pb.Envelope(id=13, shutdown=pb.Shutdown())),
     ]
     seeds = [b"".join(said) for said in (engine, engine[:3], front, admin, admin[:3])]

@@ -11,7 +11,10 @@ import pytest
 
 from cachewarmd import numa
 from cachewarmd.ctl import __main__ as ctl
+from cachewarmd.errors import NoSpaceError
+from cachewarmd.v1 import control_pb2 as pb
 from tests.daemon import NOBODY, Daemon, StartFailedError, wait_until
+from tests.integration.test_weight_service import attach, plan_of, write_model
 
 MIB = 1 << 20
 FEW_LOCKED = "import resource as r; r.setrlimit(r.RLIMIT_MEMLOCK, (65536, 65536))"
@@ -132,6 +135,41 @@ def test_where_nobody_can_look_nothing_is_claimed(
     prelude = "\n".join((silent, NO_HUGE_PAGES.replace("'not here'", "''")))
     strict = Daemon(short_dir / "b", "64MiB", ["--strict", "--lock=off", *bound], prelude=prelude)
     assert "move_pages: not here" in refused(strict)
+
+
+@pytest.mark.skipif(not numa.topology(), reason="the kernel knows no NUMA nodes")
+def test_weights_on_the_wrong_node_are_refused_under_strict(
+    short_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `strict` they are loaded, and `numa` names them; the pool is where it should be."""
+    bound = ["--numa=bind", f"--numa-nodes={numa.topology()[0].number}", "--lock=off"]
+    # Of a small segment closer pages are sampled than of the pool.
+    wrong = """
+import cachewarmd.numa as n
+ask = n.Linux.nodes_of
+n.Linux.nodes_of = lambda self, p: [99] * len(p) if p[1] - p[0] < 65536 else ask(self, p)
+"""
+    model = write_model(tmp_path / "m", 1.0, 2.0)
+    with Daemon(short_dir / "a", "64MiB", bound, prelude=wrong) as daemon:
+        with daemon.client(pb.ROLE_ENGINE) as client:
+            digest, _, _ = attach(client, model, plan_of(2, 2 * MIB))
+        code, told = _numa(daemon, capsys)
+        regions = {r["name"]: r["num_misplaced"] for r in told["regions"]}
+        assert (code, regions) == (3, {"pool": 0, digest.hex(): 256})
+    prelude = "\n".join((wrong, NO_HUGE_PAGES.replace("'not here'", "''")))
+    strict = Daemon(short_dir / "b", "64MiB", ["--strict", *bound], prelude=prelude)
+    with (
+        strict as daemon,
+        daemon.client(pb.ROLE_ENGINE) as client,
+        pytest.raises(NoSpaceError, match="256 sampled pages of the weights lie on other nodes"),
+    ):
+        attach(client, model, plan_of(2, 2 * MIB))
+    prelude = NO_HUGE_PAGES.replace("'not here'", "''")
+    with (
+        Daemon(short_dir / "c", "64MiB", ["--strict", *bound], prelude=prelude) as daemon,
+        daemon.client(pb.ROLE_ENGINE) as client,
+    ):
+        assert attach(client, model, plan_of(2, 2 * MIB))[0] == digest
 
 
 def _numa(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:

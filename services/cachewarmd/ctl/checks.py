@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,12 +145,3 @@ def _read(path: Path) -> str | None:
         return path.read_text()
     except OSError:
         return None
-
-
-def same_user(told: pb.StatusReply) -> Finding:
-    """One user is one trust domain."""
-    others = {client.uid for client in told.clients if client.role == "engine"} - {os.getuid()}
-    if others:
-        return Finding("ok", "users", f"engines of {len(others)} other users")
-    text = "engines of the daemon's user could write to the pool through /proc"
-    return Finding("ok", "users", text, "separate users where engines are not trusted")

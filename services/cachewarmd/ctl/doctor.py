@@ -49,7 +49,6 @@ def _all(args: argparse.Namespace) -> Iterator[Finding]:
     yield checks.durability(told)
     yield checks.integrity(told)
     yield checks.engines(told)
-    yield checks.same_user(told)
     yield from checks.models(told)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from cachewarmd.ctl import views
 from cachewarmd.ctl.arguments import Add
 from cachewarmd.ctl.outcome import EXIT_NOT_WARM, EXIT_OK, Output
 from cachewarmd.ctl.verbs import CALL_TIMEOUT_S, connect
 from cachewarmd.v1 import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def add_verbs(add: Add) -> None:
