@@ -204,8 +204,10 @@ def _answer_lookup(
 ) -> None:
     if len(client.leases) >= MAX_LEASES_PER_CLIENT:
         raise LimitError(f"{MAX_LEASES_PER_CLIENT} leases are held, no more are allowed")
+    started = time.monotonic()
     keys, tail_keys = map(protocol.split_keys, (request.keys, request.tail_keys))
     lease, blocks = state.kv.lookup(stamp, keys, tail_keys, client.rows, client.holding)
+    _took(state, "lookup", started)
     client.leases.add(lease)
     reply = pb.LookupReply(lease=lease, blocks=b"".join([b.packed for b in blocks]))
     client.reply(request_id, lookup_reply=reply)
@@ -224,9 +226,16 @@ def _publish(state: State, client: Client, envelope: pb.Envelope, _: list[int]) 
     source = Source(client.pool_fd, client.pool_bytes, client.connection.is_open)
     started = time.monotonic()
     blocks, refused = state.kv.publish(request.lease, chain, source, is_root=request.is_root)
-    state.counters["publish_us"] += int(1e6 * (time.monotonic() - started))
+    _took(state, "publish", started)
     reply = pb.PublishReply(blocks=map(_wire_block, blocks), refused=refused)
     client.reply(envelope.id, publish_reply=reply)
+
+
+def _took(state: State, call: str, started: float) -> None:
+    """Count it by the power of two of microseconds below which it stayed."""
+    spent = int(1e6 * (time.monotonic() - started))
+    state.counters[f"{call}_us"] += spent
+    state.counters[f"{call}_us_below_{1 << spent.bit_length()}"] += 1
 
 
 def _release(state: State, client: Client, envelope: pb.Envelope, _: list[int]) -> None:

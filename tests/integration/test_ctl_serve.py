@@ -11,9 +11,11 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cachewarmd.ctl.__main__ import main
 from tests.daemon import PATIENCE_S, Daemon, environment
+from tests.worker import connect_worker
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -56,6 +58,20 @@ def test_metrics_are_what_status_tells(daemon: Daemon, url: str) -> None:
     daemon.stop()
     gone = [line for line in get(f"{url}/metrics").splitlines() if line[0] != "#"]
     assert gone == ["cachewarmd_up 0.0"]
+
+
+def test_latencies_are_histograms(daemon: Daemon, url: str) -> None:
+    """Of as many calls as there were; no bucket is below the one before."""
+    with connect_worker(daemon.socket) as worker:
+        for _ in range(5):
+            worker.release(worker.lookup("a").lease)
+    families = {f.name: f for f in text_string_to_metric_families(get(f"{url}/metrics"))}
+    samples = families["cachewarmd_lookup_seconds"].samples
+    buckets = [sample.value for sample in samples if sample.name.endswith("_bucket")]
+    assert buckets == sorted(buckets)
+    (count,) = [sample.value for sample in samples if sample.name.endswith("_count")]
+    assert count == buckets[-1] == 5
+    assert all(sample.value > 0 for sample in samples if sample.name.endswith("_sum"))
 
 
 def test_other_host_names_are_refused(url: str) -> None:

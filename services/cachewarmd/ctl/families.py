@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 
 from cachewarmd.v1 import control_pb2 as pb
+
+_MAX_EXPONENT = 20  # a second; what took longer is in the last bucket
 
 
 def families(told: pb.StatusReply, jobs: Sequence[pb.JobProgress]) -> Iterator[Metric]:
@@ -36,10 +43,19 @@ def families(told: pb.StatusReply, jobs: Sequence[pb.JobProgress]) -> Iterator[M
     broken = CounterMetricFamily(
         "cachewarmd_integrity_failures", "Content or state that was not right", labels=["kind"]
     )
-    broken.add_metric(["content"], counters.get("integrity_failures", 0))
+    for kind in ("recovery", "scrub", "verify", "snapshot"):
+        broken.add_metric([kind], counters.get(f"integrity_failures_{kind}", 0))
     broken.add_metric(["invariant"], counters.get("broken_invariants", 0))
     yield broken
     yield GaugeMetricFamily("cachewarmd_leases", "Leases", counters.get("leases", 0))
+    yield from (_histogram(call, counters) for call in ("lookup", "publish"))
+    yield GaugeMetricFamily("cachewarmd_pins", "Pins", told.num_pins)
+    if "numa_misplaced_pages" in counters:
+        yield GaugeMetricFamily(
+            "cachewarmd_numa_misplaced_pages",
+            "Of the pages that were looked at, those on other nodes than wanted",
+            counters["numa_misplaced_pages"],
+        )
     yield GaugeMetricFamily("cachewarmd_clients", "Connections, ours too", len(told.clients))
     by_state = Counter(job.state for job in jobs)
     warmups = GaugeMetricFamily("cachewarmd_warmup_jobs", "Warm-up jobs", labels=["state"])
@@ -58,6 +74,23 @@ def families(told: pb.StatusReply, jobs: Sequence[pb.JobProgress]) -> Iterator[M
             },
         )
     yield weights
+
+
+def _histogram(call: str, counters: Mapping[str, int]) -> Metric:
+    """Of the seconds that the daemon's loop had of such calls."""
+    prefix = f"{call}_us_below_"
+    found = {int(n.removeprefix(prefix)): c for n, c in counters.items() if n.startswith(prefix)}
+    total = 0
+    buckets = []
+    for exponent in range(_MAX_EXPONENT + 1):
+        total += found.pop(1 << exponent, 0)
+        buckets.append((str((1 << exponent) / 1e6), total))
+    buckets.append(("+Inf", total + sum(found.values())))
+    family = HistogramMetricFamily(
+        f"cachewarmd_{call}_seconds", f"Seconds of a {call} in the daemon"
+    )
+    family.add_metric([], buckets, counters.get(f"{call}_us", 0) / 1e6)
+    return family
 
 
 def _pool_bytes(told: pb.StatusReply) -> Metric:
