@@ -14,9 +14,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from cachewarmd import layout, notify, protocol, recovery, scrub, verification
-from cachewarmd.calls import HANDLERS, Handler
+from cachewarmd.calls import HANDLERS
 from cachewarmd.config import Config
 from cachewarmd.connection import Connection
+from cachewarmd.engine_calls import Handler
 from cachewarmd.errors import (
     CachewarmError,
     LimitError,

@@ -34,6 +34,7 @@ from cachewarmd.errors import (
     CachewarmError,
     InternalError,
     InvalidRequestError,
+    LimitError,
     MisplacedError,
     NoSpaceError,
     NotFoundError,
@@ -58,6 +59,8 @@ from cachewarmd.warmup import Warmer
 from cachewarmd.weight_store import WeightStore
 
 _log = get_logger()
+
+MAX_TASKS = 64  # long calls of one client that run at a time
 
 PINS_CHECK_S = 0.5
 
@@ -85,6 +88,21 @@ class Client:
     @property
     def is_worker(self) -> bool:
         return self.pool_fd >= 0
+
+    @property
+    def may_follow_links(self) -> bool:
+        """Only a peer with our own rights: it gains nothing by them."""
+        return self.connection.uid == os.getuid()
+
+    @property
+    def may_run(self) -> bool:
+        """Is there room for one more long call?"""
+        return len(self.tasks) < MAX_TASKS
+
+    def check_tasks(self) -> None:
+        """Raises LimitError."""
+        if not self.may_run:
+            raise LimitError(f"{MAX_TASKS} long calls are under way, no more are allowed")
 
     def uses(self, weights_sha256: bytes) -> bool:
         """Has it these weights, as far as it told on this connection?"""

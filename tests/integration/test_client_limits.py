@@ -165,7 +165,10 @@ def test_only_an_admin_kicks_and_the_kicked_one_is_told(daemon: Daemon) -> None:
 
 def test_a_publish_of_too_many_blocks_is_refused(short_dir: Path) -> None:
     """The loop copies all of them before it serves anybody else."""
-    prelude = "import cachewarmd.calls as c; c.MAX_PUBLISH_BLOCKS = 3; c.MAX_TASKS = 0"
+    prelude = (
+        "import cachewarmd.engine_calls as c, cachewarmd.state as s; "
+        "c.MAX_PUBLISH_BLOCKS = 3; s.MAX_TASKS = 0"
+    )
     with (
         Daemon(short_dir / "s", "64MiB", prelude=prelude) as daemon,
         connect_worker(daemon.socket) as worker,

@@ -361,7 +361,7 @@ def test_other_user_is_refused(module_daemon: Daemon) -> None:
 def test_limits_are_errors_with_a_number(short_dir: Path) -> None:
     """Connections and leases are bounded; at the bound others go on."""
     prelude = (
-        "import cachewarmd.server as s, cachewarmd.calls as c; "
+        "import cachewarmd.server as s, cachewarmd.engine_calls as c; "
         "s.MAX_CONNECTIONS = 2; c.MAX_LEASES_PER_CLIENT = 1"
     )
     with Daemon(short_dir / "s", "64MiB", prelude=prelude) as daemon:
