@@ -18,6 +18,7 @@ from engine.child import Child
 _log = get_logger()
 
 _PROBE_TIMEOUT_S = 1.0
+_LEAVE_S = 3.0  # until it must have seen that our own processes are gone
 _FLUSH_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 20.0
 _ALREADY_SERVED = 75
@@ -77,7 +78,7 @@ async def stop_daemon(socket: Path) -> None:
 
     def ask() -> None:
         request = pb.Envelope(shutdown=pb.Shutdown(only_if_unused=True))
-        end = time.monotonic() + _PROBE_TIMEOUT_S
+        end = time.monotonic() + _LEAVE_S
         with Client.connect(socket, pb.ROLE_ADMIN, "engine", timeout=_PROBE_TIMEOUT_S) as client:
             while True:
                 try:

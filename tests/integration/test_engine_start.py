@@ -274,21 +274,20 @@ def interrupt(
     flags: Sequence[str], env: dict[str, str], number: int, after_s: float
 ) -> tuple[int, str]:
     """Begin to serve, and send the signal so much later: (exit status, stderr)."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command("serve", "--http-port", "off", "--port", "0", *flags),
         env={**environment(), **env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
-        time.sleep(after_s)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=START_S)
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            time.sleep(after_s)
+            process.send_signal(number)
+            _, stderr = process.communicate(timeout=START_S)
+        finally:
+            process.kill()
     return process.returncode, stderr
 
 
