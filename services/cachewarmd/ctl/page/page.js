@@ -243,8 +243,8 @@ function draw(told) {
     + `up ${seconds(told.uptime_s)}, ${told.num_jobs_active} jobs active, ${told.socket}`);
   drawPool(told.pool);
   drawTables(told);
-  put("lease-line", `${told.counters.leases ?? 0} leases; the exporter is a client too`);
-  put("pin-line", `${told.num_pins} pins keep ${bytes(told.pinned_bytes)} `
+  put("lease-line", `${told.counters.leases} leases; the exporter is a client too`);
+  put("pin-line", `${told.num_pins} in all, keeping ${bytes(told.pinned_bytes)} `
     + `of at most ${bytes(told.max_pinned_bytes)}`);
   sample(told);
 }
