@@ -115,15 +115,17 @@ def build_requirements() -> list[str]:
 
 
 def test_wheel_has_every_source_file(wheel: zipfile.ZipFile) -> None:
-    """No Python file, stub or py.typed marker of the two packages is left out of the wheel."""
+    """No Python file, stub, py.typed marker or part of the status page is left out of the wheel."""
     sources = {
         path.relative_to(ROOT / "services").as_posix()
         for package in ("engine", "cachewarmd")
         for path in (ROOT / "services" / package).rglob("*")
-        if path.suffix in {".py", ".pyi"} or path.name == "py.typed"
+        if path.suffix in {".py", ".pyi"} or path.name == "py.typed" or path.parent.name == "page"
+        if path.is_file()
     }
     assert {"engine/py.typed", "cachewarmd/py.typed"} <= sources
     assert {"engine/v1/engine_pb2_grpc.py", "cachewarmd/v1/control_pb2.pyi"} <= sources
+    assert {"cachewarmd/ctl/page/index.html", "cachewarmd/ctl/page/uPlot.LICENSE"} <= sources
     assert sources - set(wheel.namelist()) == set()
 
 

@@ -1,4 +1,4 @@
-"""`serve`: the daemon's numbers over HTTP, for Prometheus. An ordinary client that may only ask."""
+"""`serve`: the daemon's numbers over HTTP, for Prometheus and for people. It may only ask."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def make_app(args: argparse.Namespace) -> Starlette:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
+    from cachewarmd.ctl import page
     from cachewarmd.ctl.families import down, families
 
     def ask() -> tuple[pb.StatusReply, list[pb.JobProgress]]:
@@ -78,22 +79,23 @@ def make_app(args: argparse.Namespace) -> Starlette:
 
     def status(request: Request) -> Response:
         try:
-            told, _ = ask()
+            told, jobs = ask()
         except (CachewarmError, OSError) as exc:
-            return JSONResponse({"error": error_object(exc)}, 503)
+            return JSONResponse({"error": error_object(exc)}, 503, page.HEADERS)
         data: dict[str, Any] = views.plain(told)
-        return JSONResponse({"schema_version": SCHEMA_VERSION, **data})
+        data["jobs"] = [views.job_data(job) for job in jobs]
+        return JSONResponse({"schema_version": SCHEMA_VERSION, **data}, headers=page.HEADERS)
 
     # A page of somebody else's, whose name leads here (DNS rebinding), must not read it.
     allowed = ["*"] if args.insecure else ["localhost", "127.0.0.1", args.host]
     return Starlette(
-        routes=[Route("/metrics", metrics), Route("/status.json", status)],
+        routes=[Route("/metrics", metrics), Route("/status.json", status), *page.routes()],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed, www_redirect=False)],
     )
 
 
 def serve(args: argparse.Namespace, output: Output) -> int:
-    """Answer /metrics (Prometheus) and /status.json over HTTP until interrupted."""
+    """Answer / (a status page), /metrics (Prometheus) and /status.json until interrupted."""
     import uvicorn
 
     _check_host(args.host, args.insecure)
@@ -102,7 +104,7 @@ def serve(args: argparse.Namespace, output: Output) -> int:
     config = uvicorn.Config(make_app(args), log_config=None, access_log=False)
     port = listening.getsockname()[1]
     url = f"http://{args.host}:{port}"
-    output.answer({"url": url}, lambda console: console.print(f"serving {url}/metrics"))
+    output.answer({"url": url}, lambda console: console.print(f"serving {url}/"))
     sys.stdout.flush()
     try:
         uvicorn.Server(config).run(sockets=[listening])
