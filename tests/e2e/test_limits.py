@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import random
 import re
 import signal
 import statistics
@@ -37,9 +39,10 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def text_of(num_bytes: int) -> str:
-    """English of that many bytes."""
-    return (SENTENCE * (num_bytes // len(SENTENCE) + 1))[:num_bytes]
+def text_of(num_bytes: int, seed: int = 0) -> str:
+    """English words of that many bytes in all; no part of it is there twice."""
+    words = random.Random(seed).choices(SENTENCE.split(), k=num_bytes)
+    return " ".join(words)[:num_bytes]
 
 
 @pytest.fixture(scope="module")
@@ -341,8 +344,8 @@ def test_f10_a_long_prefill_blocks_nobody(engine: Engine) -> None:
 
 def test_f10_tokenising_a_long_text_blocks_nobody(engine: Engine, oracle: Oracle) -> None:
     """5 MB of text: health and a running stream go on, and a cancel acts at once."""
-    text = text_of(5_000_000)
     prompt = make_prompt(20, 707)
+    texts = (text_of(5_000_000, seed) for seed in itertools.count())
 
     def attempt() -> HealthProbe:
         with (
@@ -352,7 +355,8 @@ def test_f10_tokenising_a_long_text_blocks_nobody(engine: Engine, oracle: Oracle
         ):
             stream = engine.stream(prompt, max_tokens=4000, ignore_eos=True, request_id="other")
             stream.wait_for_tokens(1)
-            tokenising = pool.submit(engine.client().tokenize, text)
+            # Another one each time: a text that is known is not tokenised again.
+            tokenising = pool.submit(engine.client().tokenize, next(texts))
             before = len(stream.pieces)
             wait_until(lambda: len(stream.pieces) > before + 20, "the stream goes on")
             stream.check_running()

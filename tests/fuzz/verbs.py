@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import time
 from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,6 +35,7 @@ from cachewarmd.notify import Notifier  # noqa: E402
 from cachewarmd.pins import Pins  # noqa: E402
 from cachewarmd.server import Server  # noqa: E402
 from cachewarmd.state import Client  # noqa: E402
+from cachewarmd.survey import Survey  # noqa: E402
 from cachewarmd.v1 import control_pb2 as pb  # noqa: E402
 from cachewarmd.warmup import Warmer  # noqa: E402
 from tests.fuzz.target import Target, replaced  # noqa: E402
@@ -95,6 +97,10 @@ def _new_server() -> Server:
         max_client_slots=75,
         l2_policy="arc",
         pin_bytes=25,
+        prompt_bytes=1 << 20,
+        prefault_bytes_per_second=0,
+        numa="off",
+        numa_nodes=(),
         on_change="keep",
         lock="off",
         strict=False,
@@ -109,6 +115,10 @@ def _new_server() -> Server:
     state.snapshots.save = _no_snapshot  # type: ignore[method-assign]
     state.snapshots.load = _no_snapshot  # type: ignore[method-assign]
     lease.start_time = lambda pid: 1  # reads a file
+    # So does this, in a thread: it may have one open when an input is over.
+    state.surveys._look = lambda regions, of: Survey(  # type: ignore[method-assign]
+        time.monotonic(), of, pb.NumaReply(), 0
+    )
     # It never stops.
     state.stop = cast(asyncio.Event, SimpleNamespace(set=lambda: None, is_set=lambda: False))
     return made
